@@ -1,0 +1,1 @@
+"""Reading, identifying, quantising and safely writing model weights."""
