@@ -1,0 +1,78 @@
+"""A weight matrix as the kernels read it: rows that lie together, one dtype, maybe a scale a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Weights `[rows, columns]`, row-major and contiguous; what a selection skips is whole rows.
+
+    A projection that is *selected by output* (q, k, v, up, gate, lm_head, a predictor's stages)
+    stores one output a row; one that is *selected by input* (o, down) is stored transposed, one
+    input channel a row, so that a skipped head or neuron is contiguous in both (Deja Vu, section
+    4.3). The kernels never care: `ops.linear` takes dot products with rows, `ops.combine` adds up
+    rows.
+
+    data: fp32, bf16 or int8 `[rows, columns]`.
+    scale: fp32 `[rows]` for int8 (weight = data * scale of its row), else None.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.data.ndim == 2 and self.data.is_contiguous()
+        assert self.data.dtype in WEIGHT_DTYPES.values()
+        assert (self.scale is not None) == (self.data.dtype == torch.int8)
+        assert self.scale is None or (
+            self.scale.shape == (self.rows,)
+            and self.scale.dtype == torch.float32
+            and self.scale.is_contiguous()
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def dtype(self) -> str:
+        """"fp32", "bf16" or "int8"."""
+        return next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == self.data.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a full read costs, scales included."""
+        scale = 0 if self.scale is None else self.scale.nbytes
+        return self.data.nbytes + scale
+
+    def float(self) -> Tensor:
+        """fp32 `[rows, columns]`; a copy unless the matrix is fp32 already."""
+        dense = self.data.float()
+        return dense if self.scale is None else dense.mul_(self.scale[:, None])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """fp32 `[len(rows), columns]` of the numbered rows."""
+        dense = self.data[rows].float()
+        return dense if self.scale is None else dense * self.scale[rows][:, None]
+
+    @staticmethod
+    def from_float(weight: Tensor, dtype: str) -> Matrix:
+        """Store fp32 `[rows, columns]` as `dtype`; int8 is symmetric, scale = max|row| / 127."""
+        if dtype != "int8":
+            return Matrix(weight.to(WEIGHT_DTYPES[dtype]).contiguous())
+        weight = weight.float()
+        peak = weight.abs().amax(dim=1) if weight.numel() else weight.new_zeros(len(weight))
+        scale = torch.where(peak > 0, peak / 127, torch.ones_like(peak))
+        data = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return Matrix(data.contiguous(), scale.contiguous())

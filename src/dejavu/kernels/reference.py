@@ -1,0 +1,163 @@
+"""Every op in plain PyTorch, fp32: the truth that kernels are tested against, and the path of
+prefill and teacher-forced evaluation, where the rows are many and torch's GEMM is the right tool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Activation, CacheView, Projection
+from dejavu.kernels.selection import Selection
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation, elementwise."""
+    match activation.name:
+        case "relu":
+            return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "fatrelu":
+            return torch.where(x > activation.threshold, x, 0.0)
+    raise AssertionError(f"unchecked activation {activation.name!r}")
+
+
+def _used(selection: Selection, rows: int, channels: int) -> Tensor:
+    """bool `[rows, channels]`: the selection with every entry repeated over its block."""
+    return selection.to_mask(rows).repeat_interleave(channels // selection.entries, dim=1)
+
+
+class TorchOps:
+    """`Ops` for any number of rows; see `ops.py` for the contract."""
+
+    def embed(self, ids: Tensor, table: Matrix) -> Tensor:
+        return table.gather(ids)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+    def linear(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+        outputs = []
+        for weight, bias, selection in projections:
+            y = F.linear(x, weight.float(), bias)
+            if selection is not None:
+                y.masked_fill_(~_used(selection, len(x), weight.rows), 0.0)
+            outputs.append(y)
+        return outputs
+
+    def combine(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        selection: Selection | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        if selection is not None:
+            x = x.masked_fill(~_used(selection, len(x), weight.rows), 0.0)
+        y = x @ weight.float()
+        if bias is not None:
+            y += bias
+        return y if residual is None else y + residual
+
+    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[1]
+        c, s = cos[positions][:, None], sin[positions][:, None]  # [N, 1, rotary / 2]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * c - b * s, b * c + a * s, rest), dim=-1)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: CacheView,
+        *,
+        scale: float,
+        window: int | None,
+        selection: Selection | None,
+    ) -> Tensor:
+        rows, block_size = len(q), cache.keys.shape[1]
+        sequences = len(cache.lengths)
+        span = rows // sequences  # new tokens of each sequence
+        assert rows == sequences or sequences == 1
+        outputs = []
+        for b in range(sequences):
+            end = int(cache.lengths[b])
+            new = slice(b * span, (b + 1) * span)
+            blocks = cache.block_table[b, : -(-end // block_size)].long()
+            at = torch.arange(end - span, end, device=q.device)
+            slots = blocks[at // block_size], at % block_size
+            cache.keys[slots] = k[new]
+            cache.values[slots] = v[new]
+            keys = cache.keys[blocks].flatten(0, 1)[:end].transpose(0, 1)  # [K, end, d]
+            values = cache.values[blocks].flatten(0, 1)[:end].transpose(0, 1)
+            seen = torch.arange(end, device=q.device)
+            visible = seen <= at[:, None]
+            if window is not None:
+                visible &= seen > at[:, None] - window
+            heads = F.scaled_dot_product_attention(
+                q[new].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                attn_mask=visible,
+                scale=scale,
+                enable_gqa=True,
+            )
+            outputs.append(heads[0].transpose(0, 1))
+        y = torch.cat(outputs)
+        if selection is not None:
+            y = y.masked_fill(~_used(selection, rows, q.shape[1])[..., None], 0.0)
+        return y.contiguous()
+
+    def mlp(
+        self,
+        x: Tensor,
+        up: Projection,
+        gate: Projection | None,
+        down: Matrix,
+        down_bias: Tensor | None,
+        activation: Activation,
+        selection: Selection | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        a = F.linear(x, up.weight.float(), up.bias)
+        if gate is None:
+            a = activate(a, activation)
+        else:
+            a = activate(F.linear(x, gate.weight.float(), gate.bias), activation) * a
+        return self.combine(a, down, down_bias, selection, residual)
+
+    def select(
+        self, hidden: Tensor, weight: Matrix, bias: Tensor, *, out: Selection | None = None
+    ) -> Selection:
+        scores = F.linear(hidden, weight.float(), bias)
+        selection = Selection.from_mask(scores > 0)
+        if out is None:
+            return selection
+        out.indices.copy_(selection.indices)
+        out.counts.copy_(selection.counts)
+        if out.mask is not None and selection.mask is not None:
+            out.mask.copy_(selection.mask)
+        return out
+
+    def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
+        read = selection.counts.sum()
+        used = read * rows if selection.mask is None else selection.mask.sum()
+        counter += torch.stack((read, used, read.new_tensor(rows))).to(counter.dtype)

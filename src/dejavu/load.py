@@ -1,0 +1,163 @@
+"""The one place where checkpoint, config, model and dtype become a ready model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu.config import ModelConfig
+from dejavu.errors import CheckpointError, InputError
+from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
+from dejavu.models.base import DecoderLM
+from dejavu.models.slots import Kind, Slot, assemble, slots
+from dejavu.registry import architecture, unknown
+from dejavu.weights.checkpoint import Checkpoint, open_checkpoint
+
+DTYPES = ("auto", *WEIGHT_DTYPES)
+Progress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model and where it came from. identity: hash of the *source* tensors (plans refer to it)."""
+
+    model: DecoderLM
+    checkpoint: Checkpoint
+    dtype: str
+
+
+def load_model(
+    source: str | os.PathLike[str], *, dtype: str = "auto", progress: Progress | None = None
+) -> LoadedModel:
+    """Read a checkpoint (local folder, GGUF file or Hub id) into a `DecoderLM` on the CPU.
+
+    dtype: of the weight matrices, fp32, bf16 or int8 (one scale a stored row); auto keeps the
+    file's own (fp16 becomes bf16). Norms and biases are fp32. Peak memory is about the model plus
+    one shard. Raises CheckpointError naming missing, unexpected or misshapen tensors, ConfigError
+    for a model that cannot be built, InputError for a bad `dtype` or source.
+    """
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES, InputError)
+    checkpoint = open_checkpoint(source)
+    module = architecture(checkpoint.config.get("model_type"))
+    config: ModelConfig = module.config_from_hf(checkpoint.config)
+    wanted = slots(config)
+    names = {_checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
+    _check_names(checkpoint, module, names, config)
+    matrices: dict[str, Matrix] = {}
+    vectors: dict[str, Tensor] = {}
+    for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, module, names), 1):
+        slot_name = names[name]
+        slot = wanted[slot_name]
+        if tuple(tensor.shape) != slot.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} has shape {list(tensor.shape)}, "
+                f"config.json asks for {list(slot.shape)}"
+            )
+        if slot.kind is Kind.VECTOR:
+            vectors[slot_name] = tensor.float().contiguous()
+        else:
+            matrices[slot_name] = _matrix(tensor, scale, slot, dtype)
+        if progress is not None:
+            progress(done, len(names))
+    weights = assemble(config, matrices, vectors)
+    return LoadedModel(DecoderLM(config, weights), checkpoint, weights.blocks[0].mlp.up.weight.dtype)
+
+
+def _checkpoint_name(slot: str, table: dict[str, str]) -> str:
+    """`layers.3.mlp.up.weight` -> `model.decoder.layers.3.fc1.weight`, by the longest match."""
+    prefix = ""
+    if slot.startswith("layers."):
+        _, index, slot = slot.split(".", 2)
+        prefix = f"{table['layers']}.{index}."
+    if slot in table:
+        return prefix + table[slot]
+    stem, _, leaf = slot.rpartition(".")
+    return f"{prefix}{table[stem]}.{leaf}"
+
+
+def _check_names(
+    checkpoint: Checkpoint, module: ModuleType, names: dict[str, str], config: ModelConfig
+) -> None:
+    """Every slot filled, every tensor used. A tied lm_head may be stored all the same."""
+    held = {module.sanitize(name) for name in checkpoint.tensor_names()}
+    ignored = {name for name in held if name.endswith(("rotary_emb.inv_freq", "_scale"))}
+    if config.tie_word_embeddings:
+        ignored.add(module.CHECKPOINT_NAMES["lm_head"])
+    for problem, found in (
+        ("lacks", sorted(names.keys() - held)),
+        ("has unexpected", sorted(held - names.keys() - ignored)),
+    ):
+        if found:
+            shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if found[8:] else "")
+            raise CheckpointError(
+                f"{checkpoint.path} {problem} {len(found)} tensors of a "
+                f"{config.model_type} model: {shown}"
+            )
+
+
+def _with_scales(
+    checkpoint: Checkpoint, module: ModuleType, names: dict[str, str]
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Checkpoint tensors that fill a slot, int8 ones together with their scale."""
+    held = {name: module.sanitize(name) for name in checkpoint.tensor_names()}
+    waiting: dict[str, Tensor] = {}
+    scaled = {name[: -len("_scale")] for name in held.values() if name.endswith("_scale")}
+    for source_name, tensor in checkpoint.stream(_used(held, names)):
+        name = held[source_name].removesuffix("_scale")
+        if name not in scaled:
+            yield name, tensor, None
+        elif name in waiting:
+            pair = (waiting.pop(name), tensor)
+            data, scale = pair if pair[0].dtype == torch.int8 else pair[::-1]
+            yield name, data, scale
+        else:
+            waiting[name] = tensor
+
+
+def _used(held: dict[str, str], names: dict[str, str]) -> Iterable[str]:
+    return [source for source, name in held.items() if name.removesuffix("_scale") in names]
+
+
+def _matrix(tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str) -> Matrix:
+    """A checkpoint tensor `[out, in]` as a Matrix in the kernels' orientation."""
+    by_input = slot.kind is Kind.BY_INPUT
+    if slot.kind is Kind.TABLE and dtype == "int8":
+        dtype = "auto"  # positions are small and added once: quantising them saves nothing
+    if scale is not None:
+        data = tensor.t().contiguous() if by_input else tensor.contiguous()
+        stored = Matrix(data, scale.float().flatten().contiguous())
+        return stored if dtype in ("auto", "int8") else Matrix.from_float(stored.float(), dtype)
+    if dtype == "auto":
+        dtype = "fp32" if tensor.dtype == torch.float32 else "bf16"
+    return Matrix.from_float(tensor.t() if by_input else tensor, dtype)
+
+
+def random_model(config: ModelConfig, *, dtype: str, seed: int = 0) -> DecoderLM:
+    """A model of a given shape with random weights: for speed only, its text means nothing.
+
+    Matrices are normal with spread 0.02 (int8: uniform bytes of that spread), norms 1, biases 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrices: dict[str, Matrix] = {}
+    vectors: dict[str, Any] = {}
+    for name, slot in slots(config).items():
+        if slot.kind is Kind.VECTOR:
+            fill = 1.0 if name.endswith("norm.weight") else 0.0
+            vectors[name] = torch.full(slot.shape, fill)
+            continue
+        shape = slot.shape[::-1] if slot.kind is Kind.BY_INPUT else slot.shape
+        if dtype == "int8" and slot.kind is not Kind.TABLE:
+            data = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+            matrices[name] = Matrix(data, torch.full(shape[:1], 0.02 / 73.3))
+        else:
+            kept = "bf16" if dtype == "int8" else dtype
+            data = torch.empty(shape, dtype=WEIGHT_DTYPES[kept])
+            matrices[name] = Matrix(data.normal_(0.0, 0.02, generator=generator))
+    return DecoderLM(config, assemble(config, matrices, vectors))

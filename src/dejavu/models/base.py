@@ -1,0 +1,252 @@
+"""One decoder forward for every architecture: the variants are fields of `ModelConfig`.
+
+The life of a token: embed, then for each block norm -> q/k/v -> attention -> output projection ->
+norm -> MLP, then the final norm and the head. Before attention and before the MLP the selector is
+asked what this token needs; the answer goes to the ops and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dejavu.config import ModelConfig
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Activation, Ops, Projection
+from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
+from dejavu.models.rope import RopeTable
+from dejavu.sparsity.policy import Points, Selector, Site, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """Weight and bias of a LayerNorm or RMSNorm, fp32 `[D]`; None where the model has none."""
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """A projection: matrix (in the kernels' orientation) and fp32 bias."""
+
+    weight: Matrix
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """q `[H * d, D]`, k and v `[K * d, D]`, o transposed `[H * d, D]`; q/k norms fp32 `[d]`."""
+
+    q: Affine
+    k: Affine
+    v: Affine
+    o: Affine
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MLP:
+    """up and gate `[F, D]`, down transposed `[F, D]`: a neuron is one row of each."""
+
+    up: Affine
+    down: Affine
+    gate: Affine | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One transformer block."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: MLP
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """All of a decoder's weights; lm_head is embed_tokens itself where they are tied."""
+
+    embed_tokens: Matrix
+    blocks: tuple[Block, ...]
+    lm_head: Matrix
+    final_norm: Norm | None = None
+    embed_positions: Matrix | None = None
+    project_in: Matrix | None = None
+    project_out: Matrix | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of one step: B single tokens of B sequences, or N tokens of one sequence.
+
+    ids, positions: int64 `[N]`; block_table: int32 `[B, max_blocks]`; lengths: int32 `[B]`, tokens
+    in the cache after the step. last_only: logits of the last row alone (prefill).
+    """
+
+    ids: Tensor
+    positions: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    last_only: bool = False
+
+    @staticmethod
+    def prefill(ids: list[int] | Tensor, blocks: list[int], *, last_only: bool = True) -> Batch:
+        """A whole sequence from its first token, in the given cache blocks."""
+        row = torch.as_tensor(ids, dtype=torch.int64)
+        assert len(blocks) >= blocks_for(len(row))
+        return Batch(
+            row,
+            torch.arange(len(row)),
+            torch.tensor([blocks], dtype=torch.int32),
+            torch.tensor([len(row)], dtype=torch.int32),
+            last_only,
+        )
+
+
+class DecoderLM:
+    """A decoder-only language model: weights and one forward. It holds no per-request state."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.activation = Activation(config.activation, config.activation_threshold)
+        self.rope = None if config.rope is None else RopeTable(config)
+
+    def new_cache(self, tokens: int, sequences: int = 1) -> KVCache:
+        """A cache for so many sequences of up to `tokens` tokens each."""
+        return KVCache(self.config, blocks_for(tokens) * sequences)
+
+    def forward(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Tensor:
+        """Logits fp32 `[N, vocab_size]` (`[1, vocab_size]` with `last_only`).
+
+        Writes the rows' keys and values into the cache. For rope models the caller has called
+        `prepare(longest length)` before (a recorded step replays the forward without Python).
+        """
+        hidden = self._embed(batch, ops)
+        points = Points()
+        for layer, block in enumerate(self.weights.blocks):
+            selector.observe(Stage.BLOCK_INPUT, layer, hidden)
+            hidden = self._attention(layer, block, hidden, points, batch, cache, selector, ops)
+            selector.observe(Stage.BLOCK_MIDDLE, layer, hidden)
+            hidden = self._mlp(layer, block, hidden, points, selector, ops)
+        selector.observe(Stage.BLOCK_INPUT, len(self.weights.blocks), hidden)
+        logits = self._head(hidden[-1:] if batch.last_only else hidden, ops)
+        selector.observe(Stage.LOGITS, len(self.weights.blocks), logits)
+        return logits
+
+    def prepare(self, length: int) -> None:
+        """Bring position tables up to a longest sequence of `length` tokens (in place)."""
+        if self.rope is not None:
+            self.rope.prepare(length)
+
+    def _embed(self, batch: Batch, ops: Ops) -> Tensor:
+        w = self.weights
+        hidden = ops.embed(batch.ids, w.embed_tokens)
+        if w.project_in is not None:
+            (hidden,) = ops.linear(hidden, [Projection(w.project_in)])
+        if w.embed_positions is not None:
+            hidden = ops.add(hidden, ops.embed(batch.positions, w.embed_positions))
+        return hidden
+
+    def _attention(
+        self,
+        layer: int,
+        block: Block,
+        hidden: Tensor,
+        points: Points,
+        batch: Batch,
+        cache: KVCache,
+        selector: Selector,
+        ops: Ops,
+    ) -> Tensor:
+        c, w = self.config, block.attention
+        x = self._norm(hidden, block.attention_norm, ops) if c.pre_norm else hidden
+        points.add(x)
+        groups = selector.select(Site.HEADS, layer, points, ops)
+        q, k, v = ops.linear(
+            x,
+            [
+                Projection(w.q.weight, w.q.bias, groups),
+                Projection(w.k.weight, w.k.bias),
+                Projection(w.v.weight, w.v.bias),
+            ],
+        )
+        q = q.view(-1, c.num_attention_heads, c.head_dim)
+        k = k.view(-1, c.num_key_value_heads, c.head_dim)
+        v = v.view(-1, c.num_key_value_heads, c.head_dim)
+        if w.q_norm is not None and w.k_norm is not None:
+            q = ops.rms_norm(q, w.q_norm, c.norm_eps)
+            k = ops.rms_norm(k, w.k_norm, c.norm_eps)
+        if self.rope is not None:
+            q = ops.rope(q, batch.positions, self.rope.cos, self.rope.sin)
+            k = ops.rope(k, batch.positions, self.rope.cos, self.rope.sin)
+        heads = ops.attention(
+            q,
+            k,
+            v,
+            cache.view(layer, batch.block_table, batch.lengths),
+            scale=c.head_dim**-0.5,
+            window=c.window(layer),
+            selection=groups,
+        )
+        selector.observe(Stage.HEAD_OUTPUTS, layer, heads)
+        hidden = ops.combine(heads.flatten(1), w.o.weight, w.o.bias, groups, residual=hidden)
+        return hidden if c.pre_norm else self._norm(hidden, block.attention_norm, ops)
+
+    def _mlp(
+        self,
+        layer: int,
+        block: Block,
+        hidden: Tensor,
+        points: Points,
+        selector: Selector,
+        ops: Ops,
+    ) -> Tensor:
+        c, w = self.config, block.mlp
+        x = self._norm(hidden, block.mlp_norm, ops) if c.pre_norm else hidden
+        points.add(x)
+        neurons = selector.select(Site.NEURONS, layer, points, ops)
+        hidden = ops.mlp(
+            x,
+            Projection(w.up.weight, w.up.bias),
+            None if w.gate is None else Projection(w.gate.weight, w.gate.bias),
+            w.down.weight,
+            w.down.bias,
+            self.activation,
+            neurons,
+            residual=hidden,
+        )
+        return hidden if c.pre_norm else self._norm(hidden, block.mlp_norm, ops)
+
+    def _norm(self, hidden: Tensor, norm: Norm, ops: Ops) -> Tensor:
+        if self.config.norm == "layer_norm":
+            return ops.layer_norm(hidden, norm.weight, norm.bias, self.config.norm_eps)
+        assert norm.weight is not None
+        return ops.rms_norm(hidden, norm.weight, self.config.norm_eps)
+
+    def _head(self, hidden: Tensor, ops: Ops) -> Tensor:
+        w = self.weights
+        if w.final_norm is not None:
+            hidden = self._norm(hidden, w.final_norm, ops)
+        if w.project_out is not None:
+            (hidden,) = ops.linear(hidden, [Projection(w.project_out)])
+        (logits,) = ops.linear(hidden, [Projection(w.lm_head)])
+        return logits
+
+
+__all__ = [
+    "BLOCK_SIZE",
+    "MLP",
+    "Affine",
+    "Attention",
+    "Batch",
+    "Block",
+    "DecoderLM",
+    "Norm",
+    "Weights",
+]

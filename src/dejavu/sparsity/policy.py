@@ -1,0 +1,72 @@
+"""The seam: a model's forward asks a `Selector` what to compute, and cannot tell selectors apart.
+
+Dense, oracle, predictor, threshold, static pruning and the recorder are all selectors, so that
+measuring, collecting, evaluating and serving run one forward.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
+
+
+class Site(StrEnum):
+    """Where a block can skip work. Entries of HEADS are KV groups (heads, without GQA)."""
+
+    HEADS = "heads"
+    NEURONS = "neurons"
+
+
+class Stage(StrEnum):
+    """Intermediate results a selector may look at, beside the points it selects from."""
+
+    BLOCK_INPUT = "block_input"  # residual stream [N, D] entering block `layer` (and after the last)
+    BLOCK_MIDDLE = "block_middle"  # residual stream [N, D] between attention and MLP
+    HEAD_OUTPUTS = "head_outputs"  # [N, H, d], before the output projection
+    LOGITS = "logits"  # [N, V]
+
+
+class Points:
+    """The inputs of attention and MLP of every block so far, in the order they were computed.
+
+    Selections read from them: distance 0 is the site's own input, 1/2 the one half a block before,
+    1 the same site's of the previous block (look-ahead; Deja Vu, section 4.2).
+    """
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+
+    def add(self, hidden: Tensor) -> None:
+        """Append the next input, fp32 `[N, D]` (after its norm, as the projections read it)."""
+        self._inputs.append(hidden)
+
+    def source(self, site: Site, layer: int, distance: float = 0.0) -> Tensor:
+        """fp32 `[N, D]`: what `site` of `layer` reads at a look-ahead of 0, 0.5 or 1 block."""
+        index = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+        assert index >= 0, "a plan never looks ahead of the first block"
+        return self._inputs[index]
+
+
+class Selector:
+    """Base of all selectors; by itself the dense arm: everything is selected.
+
+    capturable: whether `select` works through `ops` alone, on static buffers, so that a recorded
+    decode step may replay it.
+    """
+
+    capturable = True
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        """What `layer` computes at `site` for each row; None: everything."""
+        return None
+
+    def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
+        """See an intermediate result; never change it."""
+
+
+class Dense(Selector):
+    """Everything is selected."""
