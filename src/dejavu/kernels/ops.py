@@ -142,7 +142,9 @@ class Ops(Protocol):
         """residual + down_bias + sum over used neurons j of a_j * down row j -> fp32 `[N, D]`.
 
         a = activation(up x), or activation(gate x) * (up x) with a gate. up and gate `[F, D]` carry
-        no selection of their own; down is stored transposed `[F, D]`.
+        no selection of their own; down is stored transposed `[F, D]`. With a selection, down rows
+        of neurons whose activation is 0 for every row are not read, and `selection.active` counts
+        the others; with None, everything is read (the dense arm must not profit from zeros).
         """
         ...
 

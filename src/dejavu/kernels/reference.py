@@ -142,6 +142,8 @@ class TorchOps:
             a = activate(a, activation)
         else:
             a = activate(F.linear(x, gate.weight.float(), gate.bias), activation) * a
+        if selection is not None and selection.active is not None:
+            selection.active.add_(((a != 0) & selection.to_mask(len(x))).any(dim=0).sum())
         return self.combine(a, down, down_bias, selection, residual)
 
     def select(

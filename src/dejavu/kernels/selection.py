@@ -31,6 +31,8 @@ class Selection:
     mask: uint8 `[rows, entries]`, 1 where a row *uses* an entry; None: every row uses every listed
         entry (always so for one row). An entry that is read for another row never enters a row's
         result.
+    active: int64 `[1]` or None; `ops.mlp` adds to it the listed neurons whose activation is not 0 for
+        some row that uses them: with a selection, down rows of all others are not read either.
     All of static shape, filled in place by selectors, so a captured step can replay.
     """
 
@@ -38,6 +40,21 @@ class Selection:
     indices: Tensor
     counts: Tensor
     mask: Tensor | None = None
+    active: Tensor | None = None
+
+    @staticmethod
+    def full(entries: int) -> Selection:
+        """Everything listed, for any number of rows: the sparse path with nothing left out.
+
+        Unlike `None` (read everything) it lets `ops.mlp` skip the down rows of neurons that the
+        activation itself zeroes, which changes no bit of the result.
+        """
+        selection = Selection.empty(entries, 1)
+        tiles, tile = selection.indices.shape
+        numbers = torch.arange(tiles * tile, dtype=torch.int32).view(tiles, tile)
+        selection.counts.copy_((numbers < entries).sum(dim=1))
+        selection.indices.copy_(torch.where(numbers < entries, numbers, 0))
+        return selection
 
     @staticmethod
     def empty(entries: int, rows: int, *, device: str | torch.device = "cpu") -> Selection:
