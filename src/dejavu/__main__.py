@@ -1,0 +1,5 @@
+"""`python -m dejavu`."""
+
+from dejavu.cli import main
+
+main()

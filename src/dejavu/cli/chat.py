@@ -1,0 +1,60 @@
+"""`dejavu chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dejavu.cli import options
+
+
+def chat(
+    model: options.Model,
+    plan: options.Plan = None,
+    level: options.Level = "balanced",
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = 0.7,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Talk to a model that has a chat template; an empty line or Ctrl-D ends.
+
+    Ctrl-C stops an answer and keeps the conversation.
+
+    Example:
+
+      dejavu chat HuggingFaceTB/SmolLM2-135M-Instruct --system "You are terse."
+    """
+    from dejavu import LLM
+
+    llm = LLM(model, plan=plan, level=level, dtype=dtype, threads=threads)
+    params = options.sampling_params(
+        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, None
+    )
+    messages = [{"role": "system", "content": system}] if system else []
+    interactive = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            break
+        if not line:
+            break
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            for chunk in llm.chat(messages, params, stream=True):
+                answer += chunk.text
+                print(chunk.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        print()
+        messages.append({"role": "assistant", "content": answer})

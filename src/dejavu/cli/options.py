@@ -1,0 +1,83 @@
+"""Arguments and options that several commands share, with one wording each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dejavu.engine.sampling import SamplingParams
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Local folder, .gguf file, Hub id, or relu-30m (embedded)."
+    ),
+]
+Plan = Annotated[
+    str | None,
+    typer.Option("--plan", "-p", metavar="PLAN", help="Sparsity plan: folder, Hub id or relu-30m."),
+]
+Level = Annotated[
+    str, typer.Option("--level", help="Level of the plan: exact, balanced (1 % loss) or fast (3 %).")
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Weights as auto (the file's own), fp32, bf16 or int8.")
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it.")
+]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text",
+        exists=True,
+        dir_okay=False,
+        help="Text file (.txt or .xz; documents separated by <|endoftext|> lines); repeatable. "
+        "Default: the embedded sample.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", min=1, help="New tokens at most.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample among the k likeliest; 0: all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample within this probability mass.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens under this share of the best.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1 discourages repeating; 1: off.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="Stop before this string; repeatable.")
+]
+
+
+def sampling_params(
+    max_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    """The sampling options as the engine takes them; it checks them and names a bad one."""
+    from dejavu.engine.sampling import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or None,
+    )

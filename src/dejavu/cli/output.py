@@ -1,0 +1,74 @@
+"""What commands print and write: tables and progress on stderr or stdout, JSON on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dejavu.errors import DejavuError
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console; on stderr for everything that is not the result itself."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=False)
+
+
+def fail(error: DejavuError) -> int:
+    """Print an error for people and return the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+def write_json(result: dict[str, Any], path: Path | None) -> None:
+    """Write a result to a file, whole or not at all; `-` is standard output."""
+    if path is None:
+        return
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    from dejavu.weights.files import atomic_write
+
+    with atomic_write(path) as handle:
+        handle.write(text.encode())
+    print(f"wrote {path}", file=sys.stderr)
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr; yields `update(done, total)`. Silent where stderr is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(description, total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
