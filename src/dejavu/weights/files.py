@@ -48,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield partial
         with _reported(target):
             _flush(partial)
-            os.replace(partial, target)
+            partial.replace(target)
             _flush(target.parent)
     finally:
         os.close(descriptor)
@@ -107,12 +107,12 @@ def save_safetensors(
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """Hexadecimal SHA-256 of a file's content, read in blocks."""
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    target = Path(os.path.realpath(os.path.expanduser(path)))
+    target = Path(path).expanduser().resolve()
     with _reported(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
@@ -141,15 +141,15 @@ def _remove_leftovers(target: Path) -> None:
 
 def _swap_in(partial: Path, target: Path) -> None:
     if not target.exists():
-        os.rename(partial, target)
+        partial.rename(target)
         return
     # No portable call exchanges two folders; the old one is put back if the second rename fails.
     old = _temporary_name(target)
-    os.rename(target, old)
+    target.rename(old)
     try:
-        os.rename(partial, target)
+        partial.rename(target)
     except OSError:
-        os.rename(old, target)
+        old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 def is_hub_id(name: str) -> bool:
     """Whether ``name`` could be a repository: ``org/name`` or ``name``, no more."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
@@ -97,13 +97,12 @@ def _download(repo_id: str, revision: str | None) -> Path:
         ("model.safetensors.index.json", "model.safetensors", "*.safetensors"),
         ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin"),
     ):
-        if single in names:
-            weights = {single}
-        elif index in names:
+        if index in names:
             file = hf_hub_download(repo_id, index, revision=revision, endpoint=endpoint)
             weights = set(shards_of_index(Path(file)).values())
-        else:
-            weights = {name for name in names if fnmatch(name, pattern)}
+        if single in names and single not in weights:  # the choice find_weights makes
+            weights = {single}
+        weights = weights or {name for name in names if fnmatch(name, pattern)}
         if weights:
             break
     else:

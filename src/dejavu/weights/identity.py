@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Fingerprint", "fingerprint", "identity_of"]
+__all__ = ["Fingerprint", "fingerprint", "fingerprint_tensor", "identity_of"]
 
 
 class Fingerprint(NamedTuple):
@@ -34,8 +34,8 @@ def fingerprint_tensor(name: str, tensor: torch.Tensor) -> Fingerprint:
     """Hash a tensor of any strides; its bytes are taken as if it were contiguous."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     # Flattened first, because a tensor without dimensions cannot change its item size.
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return fingerprint(name, dtype, tensor.shape, memoryview(data))
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return fingerprint(name, dtype, tensor.shape, data)
 
 
 def identity_of(fingerprints: Iterable[Fingerprint]) -> str:

@@ -14,17 +14,17 @@ class Layout(NamedTuple):
     """The weight files of a folder, in file order, and what their index claims.
 
     weight_map: tensor name -> file name, empty when there is no index.
-    index: the index file, for messages.
+    index_file: the index, for messages.
     """
 
     shards: tuple[Path, ...]
     weight_map: dict[str, str]
-    index: Path | None
+    index_file: Path | None
 
 
 class _Format(NamedTuple):
     single: str
-    index: str
+    index_file: str
     pattern: str  # other single files that are accepted when there is exactly one
 
 
@@ -104,13 +104,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _find(folder: Path, format_: _Format) -> Layout | None:
     single = folder / format_.single
-    index = _only(folder, format_.index, f"*{format_.index.removeprefix('model')}")
+    index = _only(folder, format_.index_file, f"*{format_.index_file.removeprefix('model')}")
     if index is None:
         file = _only(folder, format_.single, format_.pattern)
         if file is None and (files := sorted(path.name for path in folder.glob(format_.pattern))):
             raise CheckpointError(
                 f"{folder} holds {len(files)} weight files ({', '.join(files[:3])}) and no "
-                f"{format_.index} that says which belong together; add the index"
+                f"{format_.index_file} that says which belong together; add the index"
             )
         return Layout((file,), {}, None) if file else None
 

@@ -169,4 +169,3 @@ class PickleShard:
                     f"{self.path}: entry {name!r} is not a dense tensor; save a plain state dict"
                 )
         return {str(name): tensor.detach() for name, tensor in state.items()}
-
