@@ -139,6 +139,17 @@ class DecoderLM:
         selector.observe(Stage.LOGITS, len(self.weights.blocks), logits)
         return logits
 
+    def logits(
+        self, ids: Tensor, cache: KVCache, selector: Selector, ops: Ops, *, last_only: bool = False
+    ) -> Tensor:
+        """Teacher-forced `forward` of one whole sequence: ids int64 `[N]` -> fp32 `[N, vocab_size]`.
+
+        cache: any with room for the sequence from its first block on; what it held is overwritten.
+        """
+        self.prepare(len(ids))
+        batch = Batch.prefill(ids, list(range(blocks_for(len(ids)))), last_only=last_only)
+        return self.forward(batch, cache, selector, ops)
+
     def prepare(self, length: int) -> None:
         """Bring position tables up to a longest sequence of `length` tokens (in place)."""
         if self.rope is not None:
