@@ -10,17 +10,33 @@ from typing import Any, Literal
 class RopeConfig:
     """Rotary embedding: `kind` is default, linear, dynamic, llama3 or yarn.
 
-    parameters: the remaining keys of Hugging Face's `rope_parameters` / `rope_scaling`, as read.
+    parameters: the remaining keys of Hugging Face's `rope_parameters` / `rope_scaling`, checked and
+        with `original_max_position_embeddings` filled in where the kind needs it.
     """
 
     theta: float
     kind: str = "default"
     parameters: dict[str, Any] = field(default_factory=dict, hash=False)
 
+    def reach(self, max_position_embeddings: int) -> int:
+        """Positions that the scaling is meant for.
+
+        By Hugging Face's convention `max_position_embeddings` is the length before scaling for
+        linear and dynamic, and after it for llama3; both are met for yarn, whose parameters name
+        the original length (the larger one holds).
+        """
+        factor = self.parameters.get("factor") or 1.0
+        if self.kind in ("linear", "dynamic"):
+            return max(max_position_embeddings, int(factor * max_position_embeddings))
+        if self.kind == "yarn":
+            original = self.parameters["original_max_position_embeddings"]
+            return max(max_position_embeddings, int(factor * original))
+        return max_position_embeddings
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape and the variants of one decoder; an architecture's file makes it from `config.json`."""
+    """Shape and variants of one decoder; an architecture's file makes it from `config.json`."""
 
     model_type: str
     vocab_size: int
@@ -51,6 +67,13 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    @property
+    def context_length(self) -> int:
+        """Tokens a sequence may hold, and rows of its position table."""
+        if self.rope is None:
+            return self.max_position_embeddings
+        return self.rope.reach(self.max_position_embeddings)
 
     @property
     def group_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +20,13 @@ from dejavu.registry import architecture, unknown
 from dejavu.weights.checkpoint import Checkpoint, open_checkpoint
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model and where it came from. identity: hash of the *source* tensors (plans refer to it)."""
+    """A model and where it came from. dtype: of its MLP matrices, as loaded."""
 
     model: DecoderLM
     checkpoint: Checkpoint
@@ -47,27 +48,60 @@ def load_model(
     checkpoint = open_checkpoint(source)
     module = architecture(checkpoint.config.get("model_type"))
     config: ModelConfig = module.config_from_hf(checkpoint.config)
+    held = _todays_names(checkpoint, module)
     wanted = slots(config)
+    if config.tie_word_embeddings and module.CHECKPOINT_NAMES["lm_head"] in held.values():
+        wanted["lm_head"] = wanted["embed_tokens"]
     names = {_checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
-    _check_names(checkpoint, module, names, config)
+    _check_names(checkpoint, set(held.values()), names, config)
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Tensor] = {}
-    for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, module, names), 1):
+    for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, held, names), 1):
         slot_name = names[name]
         slot = wanted[slot_name]
-        if tuple(tensor.shape) != slot.shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(slot.shape)}"
-            )
+        _check_tensor(checkpoint, name, tensor, scale, slot)
         if slot.kind is Kind.VECTOR:
             vectors[slot_name] = tensor.float().contiguous()
         else:
             matrices[slot_name] = _matrix(tensor, scale, slot, dtype)
         if progress is not None:
             progress(done, len(names))
+    config = _settle_tie(config, matrices)
     weights = assemble(config, matrices, vectors)
-    return LoadedModel(DecoderLM(config, weights), checkpoint, weights.blocks[0].mlp.up.weight.dtype)
+    stored = weights.blocks[0].mlp.up.weight.dtype
+    return LoadedModel(DecoderLM(config, weights), checkpoint, stored)
+
+
+def _todays_names(checkpoint: Checkpoint, module: ModuleType) -> dict[str, str]:
+    """Name in the file -> name in today's spelling, one to one."""
+    held: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    for name in checkpoint.tensor_names():
+        held[name] = module.sanitize(name)
+        if held[name] in origin:
+            raise CheckpointError(
+                f"{checkpoint.path} has both {origin[held[name]]} and {name}, two spellings of one "
+                "tensor; remove one"
+            )
+        origin[held[name]] = name
+    return held
+
+
+def _settle_tie(config: ModelConfig, matrices: dict[str, Matrix]) -> ModelConfig:
+    """A stored head that differs from the embedding wins over `tie_word_embeddings`.
+
+    So do transformers; a .bin file stores both of a tied pair, and then they are equal.
+    """
+    head, embedding = matrices.get("lm_head"), matrices["embed_tokens"]
+    if head is None or not config.tie_word_embeddings:
+        return config
+    same = torch.equal(head.data, embedding.data) and (
+        head.scale is None or embedding.scale is None or torch.equal(head.scale, embedding.scale)
+    )
+    if not same:
+        return replace(config, tie_word_embeddings=False)
+    del matrices["lm_head"]
+    return config
 
 
 def _checkpoint_name(slot: str, table: dict[str, str]) -> str:
@@ -83,13 +117,11 @@ def _checkpoint_name(slot: str, table: dict[str, str]) -> str:
 
 
 def _check_names(
-    checkpoint: Checkpoint, module: ModuleType, names: dict[str, str], config: ModelConfig
+    checkpoint: Checkpoint, held: set[str], names: dict[str, str], config: ModelConfig
 ) -> None:
-    """Every slot filled, every tensor used. A tied lm_head may be stored all the same."""
-    held = {module.sanitize(name) for name in checkpoint.tensor_names()}
-    ignored = {name for name in held if name.endswith(("rotary_emb.inv_freq", "_scale"))}
-    if config.tie_word_embeddings:
-        ignored.add(module.CHECKPOINT_NAMES["lm_head"])
+    """Every slot filled, every tensor used."""
+    ignored = {name for name in held if name.endswith("rotary_emb.inv_freq")}
+    ignored |= {f"{name}_scale" for name in names}
     for problem, found in (
         ("lacks", sorted(names.keys() - held)),
         ("has unexpected", sorted(held - names.keys() - ignored)),
@@ -102,11 +134,29 @@ def _check_names(
             )
 
 
+def _check_tensor(
+    checkpoint: Checkpoint, name: str, tensor: Tensor, scale: Tensor | None, slot: Slot
+) -> None:
+    """Shape as the config asks for, a float dtype, or int8 with one scale a stored row."""
+    where = f"{checkpoint.path}: tensor {name}"
+    if tuple(tensor.shape) != slot.shape:
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, config.json asks for {list(slot.shape)}"
+        )
+    if tensor.dtype not in (_FLOATS if scale is None else (torch.int8,)):
+        raise CheckpointError(
+            f"{where} has dtype {tensor.dtype} {'without' if scale is None else 'with'} a scale, "
+            "which cannot be read; load the original model in fp32, fp16 or bf16"
+        )
+    rows = slot.shape[-1 if slot.kind is Kind.BY_INPUT else 0]
+    if scale is not None and scale.numel() != rows:
+        raise CheckpointError(f"{where}_scale holds {scale.numel()} numbers, {rows} are needed")
+
+
 def _with_scales(
-    checkpoint: Checkpoint, module: ModuleType, names: dict[str, str]
+    checkpoint: Checkpoint, held: dict[str, str], names: dict[str, str]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Checkpoint tensors that fill a slot, int8 ones together with their scale."""
-    held = {name: module.sanitize(name) for name in checkpoint.tensor_names()}
     waiting: dict[str, Tensor] = {}
     scaled = {name[: -len("_scale")] for name in held.values() if name.endswith("_scale")}
     for source_name, tensor in checkpoint.stream(_used(held, names)):
@@ -115,7 +165,7 @@ def _with_scales(
             yield name, tensor, None
         elif name in waiting:
             pair = (waiting.pop(name), tensor)
-            data, scale = pair if pair[0].dtype == torch.int8 else pair[::-1]
+            data, scale = pair[::-1] if name == held[source_name] else pair
             yield name, data, scale
         else:
             waiting[name] = tensor

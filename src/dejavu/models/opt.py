@@ -63,5 +63,5 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         mlp_bias=bias,
         embed_dim=f.integer("word_embed_proj_dim", hidden),
         tie_word_embeddings=f.boolean("tie_word_embeddings", True),
-        **f.special_tokens(),
+        **f.special_tokens(bos=2, eos=2, pad=1),
     )

@@ -99,7 +99,10 @@ def assemble(
 
     def block(name: str) -> Block:
         attention = Attention(
-            *(affine(f"{name}.attention.{part}") for part in "qkvo"),
+            q=affine(f"{name}.attention.q"),
+            k=affine(f"{name}.attention.k"),
+            v=affine(f"{name}.attention.v"),
+            o=affine(f"{name}.attention.o"),
             q_norm=vectors.get(f"{name}.attention.q_norm"),
             k_norm=vectors.get(f"{name}.attention.k_norm"),
         )
