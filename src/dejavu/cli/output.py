@@ -38,8 +38,8 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
         return
     from dejavu.weights.files import atomic_write
 
-    with atomic_write(path) as handle:
-        handle.write(text.encode())
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
     print(f"wrote {path}", file=sys.stderr)
 
 
