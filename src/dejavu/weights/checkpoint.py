@@ -5,6 +5,7 @@ loader to say; this layer guarantees that every tensor of the files is offered, 
 """
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dejavu.errors import BackendError, CheckpointError, InputError
 from dejavu.weights.hub import is_hub_id, snapshot
 from dejavu.weights.identity import identity_of
 from dejavu.weights.layout import find_weights, read_json
-from dejavu.weights.shards import Shard, open_shard
+from dejavu.weights.shards import Shard, TensorInfo, open_shard
 
 __all__ = ["QUANTIZATION_KEY", "QUANTIZATION_VERSION", "Checkpoint", "open_checkpoint"]
 
@@ -73,13 +74,13 @@ class Checkpoint:
         """Names of all tensors, in file order."""
         return [name for shard in self._shards for name in shard.tensors]
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, in file order; known without reading weights."""
-        return {name: info.shape for shard in self._shards for name, info in shard.tensors.items()}
+    def tensor_infos(self) -> dict[str, TensorInfo]:
+        """Shape and dtype of every tensor, in file order; known without reading weights."""
+        return {name: info for shard in self._shards for name, info in shard.tensors.items()}
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype :meth:`stream` gives every tensor, in file order."""
-        return {name: info.dtype for shard in self._shards for name, info in shard.tensors.items()}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, in file order."""
+        return {name: info.shape for name, info in self.tensor_infos().items()}
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) on the CPU in file order, all or those in ``names``.
@@ -155,6 +156,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     layout = find_weights(folder)
+    if layout.notice is not None:
+        warnings.warn(layout.notice, stacklevel=3)
     shards = [open_shard(path) for path in layout.shards]
     by_path = {shard.path: shard for shard in shards}
     for tensor, file in layout.weight_map.items():

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -39,14 +40,16 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             free space. Any other exception of the body passes through unchanged.
     """
     target = _target(path)
-    partial = _temporary_name(target)
+    partial = _hidden_name(target, "partial")
     with _reported(target):
         descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         with _reported(target, _OUT_OF_ROOM):
             yield partial
         with _reported(target):
+            # The body may have replaced the file instead of writing into it, as safetensors does.
+            partial.chmod(os.fstat(descriptor).st_mode)
             _flush(partial)
             partial.replace(target)
             _flush(target.parent)
@@ -66,12 +69,12 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         DejavuError: as for :func:`atomic_write`.
     """
     target = _target(path)
-    partial = _temporary_name(target)
+    partial = _hidden_name(target, "partial")
     with _reported(target):
         partial.mkdir()
         descriptor = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         with _reported(target, _OUT_OF_ROOM):
             yield partial
         with _reported(target):
@@ -115,36 +118,47 @@ def _target(path: str | os.PathLike[str]) -> Path:
     target = Path(path).expanduser().resolve()
     with _reported(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
+        _clean_up_after_killed_writers(target)
     return target
 
 
-def _temporary_name(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+def _lock(descriptor: int) -> None:
+    # Some network file systems have no locks; there, leftovers cannot be told and are removed.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Delete temporaries of writers that died; a living writer still holds its lock."""
-    prefix = f".{target.name}."
-    for entry in target.parent.iterdir():
-        middle = entry.name.removeprefix(prefix).removesuffix(".partial")
-        if entry.name != f"{prefix}{middle}.partial" or len(middle) != 8:
-            continue
+def _hidden_name(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+def _hidden_files(target: Path, suffix: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.{suffix}")
+    return [entry for entry in target.parent.iterdir() if pattern.fullmatch(entry.name)]
+
+
+def _clean_up_after_killed_writers(target: Path) -> None:
+    for old in _hidden_files(target, "previous"):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for partial in _hidden_files(target, "partial"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(entry, os.O_RDONLY)
+            descriptor = os.open(partial, os.O_RDONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails: the writer lives
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
             finally:
                 os.close(descriptor)
 
 
 def _swap_in(partial: Path, target: Path) -> None:
+    """Replace a folder. No portable call exchanges two, so for a moment there is neither."""
     if not target.exists():
         partial.rename(target)
         return
-    # No portable call exchanges two folders; the old one is put back if the second rename fails.
-    old = _temporary_name(target)
+    old = _hidden_name(target, "previous")
     target.rename(old)
     try:
         partial.rename(target)

@@ -1,7 +1,6 @@
 """Which files of a model folder hold its weights; looks at names and indexes, opens no weights."""
 
 import json
-import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -15,11 +14,13 @@ class Layout(NamedTuple):
 
     weight_map: tensor name -> file name, empty when there is no index.
     index_file: the index, for messages.
+    notice: what a user should know about the choice of these files.
     """
 
     shards: tuple[Path, ...]
-    weight_map: dict[str, str]
-    index_file: Path | None
+    weight_map: dict[str, str] = {}  # noqa: RUF012  # never changed, like the rest of a tuple
+    index_file: Path | None = None
+    notice: str | None = None
 
 
 class _Format(NamedTuple):
@@ -53,7 +54,8 @@ def find_weights(folder: Path) -> Layout:
         if layout is None:
             continue
         if problems:
-            warnings.warn(f"{problems[0]}. Loading {layout.shards[0].name} instead", stacklevel=3)
+            notice = f"{problems[0]}. Loading {layout.shards[0].name} instead."
+            return layout._replace(notice=notice)
         return layout
     if problems:
         raise problems[0]
@@ -112,19 +114,18 @@ def _find(folder: Path, format_: _Format) -> Layout | None:
                 f"{folder} holds {len(files)} weight files ({', '.join(files[:3])}) and no "
                 f"{format_.index_file} that says which belong together; add the index"
             )
-        return Layout((file,), {}, None) if file else None
+        return Layout((file,)) if file else None
 
     weight_map = shards_of_index(index)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if single.is_file() and single.name not in names:
         state = f"names {absent[0]}, which is absent" if absent else "does not mention that file"
-        warnings.warn(
+        notice = (
             f"{index} {state}; loading {single.name} and ignoring the index, which looks stale. "
-            "Delete the one that is outdated.",
-            stacklevel=4,
+            "Delete the one that is outdated."
         )
-        return Layout((single,), {}, None)
+        return Layout((single,), notice=notice)
     if absent:
         example = next(tensor for tensor, name in weight_map.items() if name == absent[0])
         raise CheckpointError(
