@@ -131,7 +131,7 @@ def open_checkpoint(source: str | os.PathLike[str], *, revision: str | None = No
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _open_folder(path)
     if path.is_file():
         if path.suffix != ".gguf":

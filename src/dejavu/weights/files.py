@@ -123,7 +123,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _lock(descriptor: int) -> None:
-    # Some network file systems have no locks; there, leftovers cannot be told and are removed.
+    # Some network file systems have no locks; there, leftovers stay.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 

@@ -157,7 +157,9 @@ class PickleShard:
                 "which could run code when read; nothing in it was run. Use the safetensors "
                 "version of this model."
             ) from error
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"{self.path} is not a readable PyTorch file: {error}; download it again"
             ) from error
