@@ -1,0 +1,1 @@
+"""Requests, batching, sampling, text: what turns a loaded model into answers."""

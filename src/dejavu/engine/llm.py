@@ -1,0 +1,267 @@
+"""`LLM`: text in, text out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from operator import index
+from threading import RLock
+from typing import Literal, overload
+
+from dejavu.engine.codec import Codec, Message
+from dejavu.engine.engine import Engine
+from dejavu.engine.generation import Generation
+from dejavu.engine.output import Chunk, Completion
+from dejavu.engine.params import SamplingParams
+from dejavu.errors import BackendError, ConfigError, DejavuError, InputError
+from dejavu.load import LoadedModel, load_model
+from dejavu.sparsity.policy import Selector
+from dejavu.weights.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int]
+DEFAULT_LEVEL = "balanced"
+
+
+class LLM:
+    """A model ready to write.
+
+        llm = LLM("facebook/opt-1.3b", plan="org/opt-1.3b-plan")
+        llm.generate("The capital of France is", SamplingParams(max_tokens=20)).text
+
+    Several threads may use one LLM; their requests are decoded together.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | LoadedModel,
+        plan: str | os.PathLike[str] | None = None,
+        *,
+        level: str = DEFAULT_LEVEL,
+        policy: Selector | None = None,
+        device: str = "cpu",
+        dtype: str = "auto",
+        threads: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Load a model, and its sparsity plan if one is given; without one it runs dense.
+
+        model: folder, GGUF file, Hub id, or what `load_model` returned.
+        plan, level: what `dejavu prepare` made (folder or Hub id), and which loss it may cost.
+        policy: a selector of your own, in place of a plan.
+        dtype: of the weights: auto (the file's), fp32, bf16 or int8.
+        threads: default: all physical cores.
+        max_model_len: tokens of prompt and answer at most; default: the model's context.
+
+        Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
+        for a bad option, BackendError for a device that does not exist or missing kernels.
+        """
+        if device != "cpu":
+            raise BackendError(f"device {device!r} is not supported; what exists is 'cpu'")
+        if plan is not None and policy is not None:
+            raise InputError("give a plan or a policy, not both")
+        if plan is None and level != DEFAULT_LEVEL:
+            raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
+        if not isinstance(model, LoadedModel):
+            model = load_model(model, dtype=dtype)
+        elif dtype not in ("auto", model.dtype):
+            raise InputError(f"dtype {dtype!r}: the model is loaded already, as {model.dtype}")
+        if plan is not None:
+            from dejavu.predictor.plan import load_plan
+
+            policy = load_plan(plan).selector(model, level)
+        codec = Codec(load_tokenizer(model.checkpoint))
+        self._connect(
+            Engine(
+                model,
+                policy,
+                threads=threads,
+                max_model_len=max_model_len,
+                vocab_size=codec.vocab_size,
+                eos_token_ids=_end_tokens(model, codec),
+            ),
+            codec,
+        )
+
+    @classmethod
+    def around(cls, engine: Engine, codec: Codec) -> LLM:
+        """An LLM over an engine of your own making."""
+        llm = cls.__new__(cls)
+        llm._connect(engine, codec)
+        return llm
+
+    def _connect(self, engine: Engine, codec: Codec) -> None:
+        self.engine = engine
+        self.codec = codec
+        # Reentrant: a dropped stream may be collected, and then abort its request, in any call.
+        self._lock = RLock()
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several at once; the answer has the shape of the question.
+
+        prompts: texts or lists of token ids. params: for all, or one for each prompt; default:
+        greedy up to the end of the context. Every answer is what the prompt alone would get.
+        Raises InputError before any work if one of the prompts or params cannot be used.
+        """
+        if isinstance(prompts, str):
+            return self._run([prompts], params)[0]
+        return self._run(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one prompt (text or token ids), chunk by chunk, a token each.
+
+        Stop iterating, or interrupt it, at any time: the engine drops the request.
+        Raises InputError at once if the prompt or params cannot be used.
+        """
+        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        self.engine.check(ids, params)
+        return self._chunks(ids, params)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        chat_template: str | None = None,
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        chat_template: str | None = None,
+    ) -> Iterator[Chunk]: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        chat_template: str | None = None,
+    ) -> Completion | Iterator[Chunk]:
+        """Answer a conversation: a list of `{"role": ..., "content": ...}`, oldest first.
+
+        chat_template: Jinja source to use in place of the tokenizer's own. Raises InputError where
+        there is neither, and for messages that the template refuses.
+        """
+        ids = self.codec.encode_chat(messages, chat_template)
+        if stream:
+            return self.stream(ids, params)
+        return self._run([ids], params)[0]
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Completion]:
+        jobs = [
+            (self._prompt_ids(prompt), wanted)
+            for prompt, wanted in zip(prompts, _spread(params, len(prompts)), strict=True)
+        ]
+        for ids, wanted in jobs:
+            self.engine.check(ids, wanted)
+        generations: list[Generation] = []
+        try:
+            for ids, wanted in jobs:
+                generations.append(self._start(ids, wanted))
+            pending = dict(enumerate(generations))
+            while pending:
+                self._advance(pending.values())
+                for i, generation in list(pending.items()):
+                    while generation.ready and generation.completion is None:
+                        self._read(generation, f"prompts[{i}]: " if len(jobs) > 1 else "")
+                    if generation.completion is not None:
+                        del pending[i]
+        finally:
+            for generation in generations:
+                self._abort(generation)
+        return [g.completion for g in generations if g.completion is not None]
+
+    def _chunks(self, ids: list[int], params: SamplingParams) -> Iterator[Chunk]:
+        generation = self._start(ids, params)
+        try:
+            while generation.completion is None:
+                self._advance([generation])
+                if generation.ready:
+                    yield self._read(generation)
+        finally:
+            self._abort(generation)
+
+    def _start(self, ids: list[int], params: SamplingParams) -> Generation:
+        with self._lock:
+            return Generation(self.engine.add(ids, params), params, self.codec)
+
+    def _advance(self, generations: Collection[Generation]) -> None:
+        """One step, unless another caller's has brought tokens for one of these already."""
+        with self._lock:
+            if not any(g.ready for g in generations):
+                self.engine.step()
+
+    def _read(self, generation: Generation, who: str = "") -> Chunk:
+        """The next chunk of a ready generation. Raises its error, with `who` before the message."""
+        with self._lock:
+            try:
+                chunk = generation.next_chunk()
+            except DejavuError as error:
+                raise type(error)(f"{who}{error}") from error
+            if chunk.finish_reason is not None:
+                self.engine.abort(generation.request)  # a stop string: the engine cannot know
+            return chunk
+
+    def _abort(self, generation: Generation) -> None:
+        with self._lock:
+            self.engine.abort(generation.request)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt)
+        try:
+            return [index(i) for i in prompt] or self.codec.start()
+        except TypeError as error:
+            raise InputError(
+                f"a prompt is a text or a list of token ids, not {prompt!r}"
+            ) from error
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> Sequence[SamplingParams]:
+    """Params for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise InputError(f"params must be SamplingParams or a list of them, not {params!r}")
+    if len(params) != prompts:
+        raise InputError(f"{prompts} prompts and {len(params)} params; give one for each")
+    return params
+
+
+def _end_tokens(loaded: LoadedModel, codec: Codec) -> set[int]:
+    """What ends an answer: the tokens that config, generation config and tokenizer name."""
+    generation = loaded.checkpoint.generation_config.get("eos_token_id")
+    ids = {*loaded.model.config.eos_token_ids}
+    listed = generation if isinstance(generation, list) else [generation]
+    for entry in (codec.eos_token_id, *listed):
+        if isinstance(entry, int):
+            ids.add(entry)
+        elif entry is not None:
+            raise ConfigError(
+                f"generation_config.json: eos_token_id must be an id or a list of ids, not "
+                f"{generation!r}"
+            )
+    return ids

@@ -1,0 +1,140 @@
+"""From the logits of one row to its next token.
+
+Works on NumPy views: at a vocabulary of 8192 its argmax takes 3 us where torch's takes 24, beside
+decode steps of well under a millisecond.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dejavu.engine.params import SamplingParams
+
+__all__ = ["Sampler", "SamplingParams"]
+
+Floats = NDArray[np.float32]
+
+
+class Sampler:
+    """Picks the tokens of one sequence. It owns its random numbers and its history, so a sequence's
+    answer does not depend on what is decoded beside it."""
+
+    def __init__(self, params: SamplingParams, prompt: tuple[int, ...], vocab_size: int) -> None:
+        """vocab_size: ids that may be sampled lie below it (and so do those of `logit_bias`)."""
+        self._params = params
+        self._vocab_size = vocab_size
+        self._generator: torch.Generator | None = None
+        if not params.greedy:
+            self._generator = torch.Generator()
+            if params.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(params.seed)
+        self._history: _History | None = None
+        if params.repetition_penalty != 1.0 or _answer_penalty(params):
+            self._history = _History(
+                [i for i in prompt if i < vocab_size] if params.repetition_penalty != 1.0 else []
+            )
+        self._bias: tuple[NDArray[np.int64], Floats] | None = None
+        if params.logit_bias:
+            ids, amounts = zip(*params.logit_bias.items(), strict=True)
+            self._bias = np.array(ids), np.array(amounts, dtype=np.float32)
+
+    def sample(self, logits: NDArray[np.floating]) -> int:
+        """The next token id, from finite logits `[V]` (left unchanged); enters the history."""
+        scores = self._processed(logits[: self._vocab_size])
+        if self._generator is None:
+            token = int(scores.argmax())
+        else:
+            uniform = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+            token = _draw(probabilities(scores, self._params), uniform)
+        if self._history is not None:
+            self._history.count(token)
+        return token
+
+    def _processed(self, logits: NDArray[np.floating]) -> Floats:
+        """Logits fp32 with biases and penalties applied; a copy where there are any."""
+        scores = logits.astype(np.float32, copy=self._bias is not None or self._history is not None)
+        if self._bias is not None:
+            ids, amounts = self._bias
+            scores[ids] += amounts
+        if self._history is not None:
+            ids, counts = self._history.ids, self._history.counts
+            seen = scores[ids]
+            penalty = np.float32(self._params.repetition_penalty)
+            seen = np.where(seen > 0, seen / penalty, seen * penalty)
+            seen -= np.float32(self._params.presence_penalty) * (counts > 0)
+            seen -= np.float32(self._params.frequency_penalty) * counts
+            scores[ids] = seen
+        return scores
+
+
+def probabilities(scores: Floats, params: SamplingParams) -> Floats:
+    """Unnormalised probabilities `[V]` after temperature, top_k, top_p and min_p; 0 where cut.
+
+    Every filter keeps what lies at or above a probability, so the vocabulary is never sorted by
+    index: top_k needs a partition, top_p a sort of the few values that can matter.
+    """
+    # The largest score goes first: nothing can overflow then, however small the temperature.
+    weights: Floats = np.exp((scores - scores.max()) / np.float32(params.temperature))
+    cut = np.float32(0.0)
+    if 0 < params.top_k < len(weights):
+        cut = np.partition(weights, -params.top_k)[-params.top_k]
+    if params.top_p < 1.0:
+        cut = max(cut, _nucleus_cut(weights[weights >= cut], params.top_p))
+    cut = max(cut, np.float32(params.min_p))  # the likeliest token has weight 1
+    if cut > 0.0:
+        weights[weights < cut] = 0.0
+    return weights
+
+
+def _nucleus_cut(weights: Floats, top_p: float) -> np.float32:
+    """The smallest weight of the nucleus: tokens with less than top_p of the mass above them."""
+    total = weights.sum(dtype=np.float64)
+    # Weights under (1 - top_p) * total / V hold less than 1 - top_p together: never in the nucleus.
+    candidates = weights[weights >= (1.0 - top_p) * total / len(weights)]
+    ordered = np.sort(candidates)[::-1]
+    above = np.cumsum(ordered, dtype=np.float64) - ordered
+    kept = int(np.searchsorted(above, top_p * total, side="left"))
+    return np.float32(ordered[max(kept, 1) - 1])
+
+
+def _draw(weights: Floats, uniform: float) -> int:
+    """The index at which the cumulative weight passes `uniform` (in [0, 1)) of the total."""
+    (kept,) = weights.nonzero()
+    cumulative = np.cumsum(weights[kept], dtype=np.float64)
+    # For any uniform < 1, uniform * total rounds below total, so the index is always a valid one.
+    return int(kept[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
+
+
+def _answer_penalty(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class _History:
+    """Distinct ids seen and how often each stands in the answer (0 for prompt tokens)."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self._place = {token: i for i, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.zeros(2 * len(self._place) + 64, dtype=np.int64)
+        self._ids[: len(self._place)] = list(self._place)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> Floats:
+        return self._counts[: len(self._place)]
+
+    def count(self, token: int) -> None:
+        """One more occurrence in the answer."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] += 1.0
