@@ -101,7 +101,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template="{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}",
+        chat_template="{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}",
     )
 
 
@@ -112,3 +112,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds, hidden entries too."""
+    return sorted(path.name for path in folder.iterdir())

@@ -62,7 +62,9 @@ def quantize_rows(weight: torch.Tensor, dimension: int) -> tuple[torch.Tensor, t
         int8 [out, in] and float32 scales [out, 1] or [1, in]; a row of zeros has scale 1.
     """
     values = weight.float()
-    largest = values.abs().amax(dim=1 - dimension, keepdim=True)
+    # A row without elements has no largest one; its sum is the 0 that is wanted.
+    reduce = torch.amax if values.numel() else torch.sum
+    largest = reduce(values.abs(), dim=1 - dimension, keepdim=True)
     # Below the smallest normal number a quotient by 127 would lose its digits or become 0.
     scale = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.where(largest > 0, scale, 1.0)
