@@ -91,9 +91,10 @@ class Codec:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         try:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
-        except UnicodeEncodeError as error:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON may well contain
             raise InputError(f"the prompt is not valid Unicode: {error}") from error
+        ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
         return ids
 
 
