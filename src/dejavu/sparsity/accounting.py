@@ -1,0 +1,151 @@
+"""Weight bytes that a decode step reads, by the project's rules.
+
+Every matrix of the step counts in its stored dtype with its scales, biases and norms; a tied
+lm_head counts once; predictors count in full. The KV cache and the looked-up embedding and position
+rows do not. Only a row that is really not read counts as skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
+
+
+class _Affine(Protocol):
+    @property
+    def weight(self) -> Matrix: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class _Attention(Protocol):
+    @property
+    def q(self) -> _Affine: ...
+    @property
+    def o(self) -> _Affine: ...
+
+
+class _MLP(Protocol):
+    @property
+    def up(self) -> _Affine: ...
+    @property
+    def gate(self) -> _Affine | None: ...
+    @property
+    def down(self) -> _Affine: ...
+
+
+class _Block(Protocol):
+    @property
+    def attention(self) -> _Attention: ...
+    @property
+    def mlp(self) -> _MLP: ...
+
+
+class DecoderWeights(Protocol):
+    """What is counted: `models.base.Weights` fits."""
+
+    @property
+    def embed_tokens(self) -> Matrix:
+        """A lookup table, unless it is the head as well."""
+        ...
+
+    @property
+    def embed_positions(self) -> Matrix | None:
+        """A lookup table."""
+        ...
+
+    @property
+    def lm_head(self) -> Matrix:
+        """`embed_tokens` itself where they are tied."""
+        ...
+
+    @property
+    def blocks(self) -> Sequence[_Block]:
+        """From the first to the last."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerReads:
+    """Rows that a step read in one layer, as a mean over steps; None: all.
+
+    neurons: rows of up (and gate). active: rows of down, where zero activations are skipped; None:
+    as many as `neurons`. groups: KV groups whose q and o rows were read.
+    """
+
+    neurons: float | None = None
+    active: float | None = None
+    groups: float | None = None
+
+
+def stored_bytes(part: object, dtype: str | None = None) -> int:
+    """Bytes of all matrices and vectors in a matrix, a tensor or a dataclass of them.
+
+    dtype: count the matrices as if stored as fp32, bf16 or int8 (with a scale a row).
+    """
+    if isinstance(part, Matrix):
+        if dtype is None:
+            return part.nbytes
+        scale = 4 * part.rows if dtype == "int8" else 0
+        return part.rows * part.columns * WEIGHT_DTYPES[dtype].itemsize + scale
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if is_dataclass(part):
+        return sum(stored_bytes(getattr(part, f.name), dtype) for f in fields(part))
+    if isinstance(part, tuple | list):
+        return sum(stored_bytes(each, dtype) for each in part)
+    return 0
+
+
+def dense_bytes(weights: DecoderWeights, dtype: str | None = None) -> int:
+    """Bytes of a step that reads everything; dtype as in `stored_bytes`."""
+    total = stored_bytes(weights, dtype)
+    # Where they are tied, the walk has met the one matrix twice and the step reads it once.
+    total -= stored_bytes(weights.embed_tokens, dtype)
+    return total - stored_bytes(weights.embed_positions, dtype)
+
+
+def neuron_bytes(mlp: _MLP) -> tuple[float, float]:
+    """Bytes of one neuron: of its rows and biases in up and gate, and of its row of down."""
+    scores = _row(mlp.up) + (0.0 if mlp.gate is None else _row(mlp.gate))
+    return scores, mlp.down.weight.nbytes / mlp.down.weight.rows
+
+
+def group_bytes(attention: _Attention, groups: int) -> float:
+    """Bytes that leaving out one of `groups` KV groups saves: its rows of q and o."""
+    q, o = attention.q, attention.o.weight
+    return (q.weight.rows * _row(q) + o.nbytes) / groups
+
+
+def step_bytes(
+    weights: DecoderWeights,
+    reads: Sequence[LayerReads],
+    *,
+    groups: int,
+    predictor_bytes: int = 0,
+) -> float:
+    """Bytes of a step that reads so many rows in each layer, and all predictors.
+
+    groups: KV groups of a layer.
+    """
+    total = float(dense_bytes(weights) + predictor_bytes)
+    for block, read in zip(weights.blocks, reads, strict=True):
+        neurons = block.mlp.down.weight.rows
+        listed = neurons if read.neurons is None else read.neurons
+        active = listed if read.active is None else read.active
+        used = groups if read.groups is None else read.groups
+        scores, down = neuron_bytes(block.mlp)
+        total -= (neurons - listed) * scores + (neurons - active) * down
+        total -= (groups - used) * group_bytes(block.attention, groups)
+    return total
+
+
+def _row(affine: _Affine) -> float:
+    """Bytes of one stored row and its bias."""
+    weight = affine.weight
+    return weight.nbytes / weight.rows + (0 if affine.bias is None else affine.bias.itemsize)
