@@ -263,6 +263,19 @@ def test_unknown_tensor_keeps_its_name(tmp_path: Path) -> None:
     assert "extra_thing" in checkpoint.tensor_names()
 
 
+def test_long_arrays_are_walked_over(tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.tokens": ["é" * (i % 5) for i in range(2000)],
+        "tokenizer.ggml.token_type": list(range(1500)),
+        "tokenizer.ggml.eos_token_id": 7,
+    }
+    state = tiny_model("llama").state_dict()
+    path = write_gguf(tmp_path / "m.gguf", "llama", state, metadata=metadata, vocabulary=None)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config["eos_token_id"] == 7
+    assert all(torch.equal(tensor, state[name]) for name, tensor in checkpoint.stream())
+
+
 def llama3_factors(factor: float) -> torch.Tensor:
     """Frequency divisors that transformers applies, taken from its own rotary embedding."""
     import transformers

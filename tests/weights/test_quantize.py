@@ -180,12 +180,14 @@ def test_many_shards_in_and_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_tied_tensors_of_a_bin(tmp_path: Path) -> None:
     table = torch.randn(5, 4)
-    tensors = {"embed_tokens.weight": table, "lm_head.weight": table, "n.bias": table[0]}
+    tensors = {"embed_tokens.weight": table, "lm_head.weight": table}
+    tensors |= {"a.bias": table[0], "b.bias": table[0]}
     pickle_folder(tmp_path / "source", {"pytorch_model.bin": tensors}, index=False)
     quantize_checkpoint(tmp_path / "source", tmp_path / "out")
     got = dict(open_checkpoint(tmp_path / "out").stream())
     assert torch.equal(got["embed_tokens.weight"], got["lm_head.weight"])
-    assert torch.equal(got["n.bias"], table[0])
+    assert torch.equal(got["a.bias"], table[0])
+    assert torch.equal(got["b.bias"], table[0])
 
 
 @pytest.mark.parametrize("previous", [True, False])
@@ -230,8 +232,9 @@ def test_destinations_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents" / "letter").write_text("dear")
+    source_folder(tmp_path / "other model")
     before = contents(tmp_path)
-    for out in ("source", ".", "file", "documents"):
+    for out in ("source", ".", "file", "documents", "other model"):
         with pytest.raises(InputError, match="--out"):
             quantize_checkpoint(source, tmp_path / out)
     assert contents(tmp_path) == before

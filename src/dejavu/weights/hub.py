@@ -88,7 +88,8 @@ def _has_weights(folder: Path) -> bool:
 def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    endpoint = os.environ.get("HF_ENDPOINT")
+    # The library reads the variable only once, when it is imported.
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
     siblings = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision).siblings or []
     # Files in subfolders are other formats of the same weights (onnx/, original/).
     names = [file.rfilename for file in siblings if "/" not in file.rfilename]

@@ -101,7 +101,7 @@ def quantize_checkpoint(
     checkpoint = open_checkpoint(source)
     if checkpoint.quantization is not None:
         raise InputError(f"{checkpoint.path} is quantised already; give the original model")
-    _check_destination(out, checkpoint)
+    _check_destination(out)
     entry = {
         "format": "int8-row",
         "version": QUANTIZATION_VERSION,
@@ -114,9 +114,7 @@ def quantize_checkpoint(
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_destination(out: Path, checkpoint: Checkpoint) -> None:
-    if out.resolve() in (checkpoint.path.resolve(), *checkpoint.path.resolve().parents):
-        raise InputError(f"--out {out} is or contains the source model; choose another folder")
+def _check_destination(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     config = out / "config.json"
