@@ -1,0 +1,110 @@
+"""What sparsity needs to see of a model, so that it need not import one.
+
+`models.base.DecoderLM` fits; so does anything else that computes in the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from dejavu.config import ModelConfig
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Activation, Ops
+from dejavu.sparsity.policy import Selector
+
+Cache = TypeVar("Cache")
+
+
+class AffineView(Protocol):
+    """A projection."""
+
+    @property
+    def weight(self) -> Matrix:
+        """The matrix, in the kernels' orientation."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """fp32 `[out]`."""
+        ...
+
+
+class MLPView(Protocol):
+    """The MLP of a block: a neuron is one row of each matrix."""
+
+    @property
+    def up(self) -> AffineView:
+        """`[F, D]`."""
+        ...
+
+    @property
+    def gate(self) -> AffineView | None:
+        """`[F, D]`."""
+        ...
+
+    @property
+    def down(self) -> AffineView:
+        """Transposed, `[F, D]`."""
+        ...
+
+
+class AttentionView(Protocol):
+    """The attention of a block."""
+
+    @property
+    def o(self) -> AffineView:
+        """Transposed, `[H * d, D]`."""
+        ...
+
+
+class BlockView(Protocol):
+    """One transformer block."""
+
+    @property
+    def attention(self) -> AttentionView:
+        """First half."""
+        ...
+
+    @property
+    def mlp(self) -> MLPView:
+        """Second half."""
+        ...
+
+
+class WeightsView(Protocol):
+    """The weights of a model."""
+
+    @property
+    def blocks(self) -> Sequence[BlockView]:
+        """From the first to the last."""
+        ...
+
+
+class ModelView(Protocol[Cache]):
+    """A decoder that can be run over a whole sequence at once."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    @property
+    def weights(self) -> WeightsView:
+        """What a recorder computes activations from."""
+        ...
+
+    @property
+    def activation(self) -> Activation:
+        """Of its MLPs."""
+        ...
+
+    def new_cache(self, tokens: int) -> Cache:
+        """A cache for one sequence of up to `tokens` tokens."""
+        ...
+
+    def logits(self, ids: Tensor, cache: Cache, selector: Selector, ops: Ops) -> Tensor:
+        """ids int64 `[N]` of one sequence from its first token -> logits fp32 `[N, V]`."""
+        ...
