@@ -52,7 +52,7 @@ def load_model(
     wanted = slots(config)
     if config.tie_word_embeddings and module.CHECKPOINT_NAMES["lm_head"] in held.values():
         wanted["lm_head"] = wanted["embed_tokens"]
-    names = {_checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
+    names = {checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
     _check_names(checkpoint, set(held.values()), names, config)
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ def _settle_tie(config: ModelConfig, matrices: dict[str, Matrix]) -> ModelConfig
     return config
 
 
-def _checkpoint_name(slot: str, table: dict[str, str]) -> str:
+def checkpoint_name(slot: str, table: dict[str, str]) -> str:
     """`layers.3.mlp.up.weight` -> `model.decoder.layers.3.fc1.weight`, by the longest match."""
     prefix = ""
     if slot.startswith("layers."):

@@ -1,4 +1,4 @@
-"""A decode loop small enough to be obviously right: prefill each prompt, then rows step together."""
+"""A decode loop small enough to be right by sight: prefill each prompt, then step together."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Everything(Selector):
 
 
 class TrueActive(Selector):
-    """Exactly the neurons whose activation is not 0, worked out beforehand; each row has its own."""
+    """Exactly the neurons whose activation is not 0, worked out beforehand, for each row."""
 
     capturable = False
 

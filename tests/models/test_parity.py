@@ -13,7 +13,7 @@ from dejavu.load import load_model
 from dejavu.models.base import DecoderLM
 from dejavu.sparsity.policy import Selector
 
-from .cases import CASES
+from .cases import CASES, ORIGINAL
 from .decoding import Everything, Stepper, TrueActive, greedy
 from .tiny import Tiny, difference, prompt, reference_logits
 
@@ -118,6 +118,27 @@ def test_rows_equal_single_runs(
     for ids, count, row in zip(prompts, counts, together, strict=True):
         assert row[0] == reference_tokens(name, tuple(ids))[:count]
         assert_same_run(row, run([ids], [count])[0], stepper().bitwise)
+
+
+def test_long_prompt_leaves_no_trace(tiny: Callable[[str], Tiny]) -> None:
+    """Dynamic NTK: the table of a long sequence is gone with it."""
+    case = tiny("llama-rope-dynamic")
+    model = load(case)
+    short, long = prompt(ORIGINAL // 2), prompt(5 * ORIGINAL)
+    before = logits(model, short)
+    assert difference(logits(model, long), reference_logits(case.reference, long)) < MATCH
+    assert torch.equal(logits(model, short), before)
+    assert difference(before, reference_logits(case.reference, short)) < MATCH
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-head-dim", "llama-odd-heads", "mistral-odd-heads", "qwen3"]
+)
+def test_cache_is_made_for_the_explicit_head_dim(name: str, tiny: Callable[[str], Tiny]) -> None:
+    model = load(tiny(name))
+    groups = model.config.num_key_value_heads
+    for stored in (*model.new_cache(1).keys, *model.new_cache(1).values):
+        assert stored.shape[2:] == (groups, 16)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
