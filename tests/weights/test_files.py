@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from dejavu.errors import DejavuError
-from dejavu.weights.files import atomic_folder, atomic_write, save_safetensors, sha256_file
+from dejavu.weights.files import (
+    atomic_folder,
+    atomic_write,
+    save_safetensors,
+    sha256_file,
+    write_safetensors,
+)
 
 from .folders import contents, names
 
@@ -215,12 +221,13 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
         save_safetensors(tmp_path / "a", {"x": torch.ones(2)})
-        with atomic_folder(tmp_path / "b"):
-            pass
+        with atomic_folder(tmp_path / "b") as partial:
+            write_safetensors(partial / "c", {"x": torch.ones(2)})
     finally:
         os.umask(old)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "b" / "c").stat().st_mode & 0o777 == 0o640
 
 
 def test_safetensors(tmp_path: Path) -> None:

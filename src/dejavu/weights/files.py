@@ -22,7 +22,13 @@ from dejavu.errors import DejavuError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["atomic_folder", "atomic_write", "save_safetensors", "sha256_file"]
+__all__ = [
+    "atomic_folder",
+    "atomic_write",
+    "save_safetensors",
+    "sha256_file",
+    "write_safetensors",
+]
 
 _OUT_OF_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -78,8 +84,11 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         with _reported(target, _OUT_OF_ROOM):
             yield partial
         with _reported(target):
-            for entry in [*partial.rglob("*"), partial]:
+            for entry in partial.rglob("*"):
+                if entry.is_file():  # readable by whom the folder is; safetensors makes it 0600
+                    entry.chmod(os.fstat(descriptor).st_mode & 0o666)
                 _flush(entry)
+            _flush(partial)
             _swap_in(partial, target)
             _flush(target.parent)
     finally:
@@ -97,15 +106,24 @@ def save_safetensors(
     Raises:
         DejavuError: as for :func:`atomic_write`.
     """
+    with atomic_write(path) as partial:
+        write_safetensors(partial, tensors, metadata)
+
+
+def write_safetensors(
+    partial: Path,
+    tensors: "Mapping[str, torch.Tensor]",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """The same inside :func:`atomic_write` or :func:`atomic_folder`, which give the atomicity."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with atomic_write(path) as partial:
-        try:
-            save_file(dict(tensors), partial, {"format": "pt", **(metadata or {})})
-        except SafetensorError as error:
-            # The library reports a full disk as its own type, with the reason only in the text.
-            raise OSError(errno.EIO, str(error)) from error
+    try:
+        save_file(dict(tensors), partial, {"format": "pt", **(metadata or {})})
+    except SafetensorError as error:
+        # The library reports a full disk as its own type, with the reason only in the text.
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

@@ -20,7 +20,7 @@ from dejavu.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from dejavu.weights.files import atomic_folder, save_safetensors
+from dejavu.weights.files import atomic_folder, write_safetensors
 from dejavu.weights.hub import SIDE_FILES
 from dejavu.weights.layout import read_json
 from dejavu.weights.shards import TensorInfo
@@ -141,7 +141,7 @@ def _write_weights(
             done += 1
             if progress is not None:
                 progress(done, total)
-        save_safetensors(folder / name, tensors, metadata)
+        write_safetensors(folder / name, tensors, metadata)
         weight_map |= dict.fromkeys(tensors, name)
     if len(groups) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
