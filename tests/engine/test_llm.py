@@ -12,7 +12,12 @@ from tokenizers import models, pre_tokenizers, processors
 
 from dejavu import LLM, BackendError, Completion, DejavuError, InputError, SamplingParams
 from dejavu.engine.codec import Codec
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
 from dejavu.load import load_model
+from dejavu.models.base import DecoderLM
+from dejavu.sparsity.accounting import LayerReads
+from dejavu.sparsity.policy import Points, Selector, Site
 from models.tiny import Case, build
 
 from .stub import ScriptedLM, scripted
@@ -366,6 +371,44 @@ def test_real_model_equals_transformers(relu_path: Path) -> None:
         assert (
             "".join(c.text for c in llm.stream(text, SamplingParams(max_tokens=20))) == answer.text
         )
+
+
+class Share(Selector):
+    """The first `count` neurons of every layer, for everyone, and a count of them."""
+
+    def __init__(self, model: DecoderLM, count: int) -> None:
+        mask = torch.arange(model.config.intermediate_size) < count
+        self._chosen = Selection.from_mask(mask[None])
+        self._counters = torch.zeros(model.config.num_hidden_layers, 3, dtype=torch.int64)
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        if site is not Site.NEURONS:
+            return None
+        ops.tally(self._chosen, len(points.source(site, layer)), self._counters[layer])
+        return self._chosen
+
+    def reset(self) -> None:
+        self._counters.zero_()
+
+    def reads(self) -> list[LayerReads]:
+        rows = self._counters[:, 2].clamp(min=1)
+        return [LayerReads(float(n)) for n in self._counters[:, 0] / rows]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_policy_reaches_the_model_and_is_reported(relu_path: Path, share: float) -> None:
+    """All kept: nothing changes; fewer: another text. The density says so."""
+    model = load_model(relu_path)
+    policy = Share(model.model, int(share * model.model.config.intermediate_size))
+    llm = LLM(model, policy=policy, threads=1)
+    params = SamplingParams(max_tokens=12)
+    answer = llm.generate("Once upon a time", params)
+    assert answer.density == pytest.approx(share)
+    assert llm.generate("The", params).density == pytest.approx(share), "counted anew"
+    assert llm.generate("The", SamplingParams(max_tokens=1)).density is None
+    dense = LLM(model, threads=1).generate("Once upon a time", params)
+    assert dense.density is None
+    assert (answer.token_ids == dense.token_ids) == (share == 1.0)
 
 
 def test_end_tokens_come_from_every_place_that_names_them(tmp_path: Path, relu_path: Path) -> None:

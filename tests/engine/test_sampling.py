@@ -10,7 +10,7 @@ import transformers
 from numpy.typing import NDArray
 
 from dejavu.engine.params import SamplingParams
-from dejavu.engine.sampling import Sampler, probabilities
+from dejavu.engine.sampling import Sampler, _draw, probabilities
 
 VOCAB = 400
 
@@ -134,6 +134,19 @@ def test_frequencies_follow_the_probabilities() -> None:
     expected = np.array([0.4, 0.3, 0.2, 0.06, 0.0]) / 0.96
     spread = np.sqrt(draws * expected * (1 - expected))
     assert (np.abs(counts - draws * expected) <= 4.5 * spread).all()
+
+
+def test_draw_equals_the_running_sum() -> None:
+    """Over several blocks, some of them empty, and at both ends of the unit interval."""
+    weights = np.zeros(2000, dtype=np.float32)
+    weights[[300, 301, 900, 1023, 1024, 1900]] = [1e-3, 0.4, 1e-7, 0.3, 0.1, 1.0]
+    running = np.cumsum(weights, dtype=np.float64)
+    edges = [0.0, 1e-12, 0.5, 1 - 2**-24, 1 - 2**-53]
+    for uniform in [*edges, *np.random.default_rng(0).random(500)]:
+        index = _draw(weights, float(uniform))
+        assert weights[index] > 0
+        expected = np.searchsorted(running, uniform * running[-1], side="right")
+        assert index == min(expected, 1900)
 
 
 def test_seed_reproduces_and_only_a_seed() -> None:

