@@ -157,6 +157,22 @@ class Ops(Protocol):
         """
         ...
 
+    def select_signs(
+        self, x: Tensor, signs: Tensor, thresholds: Tensor, *, out: Selection | None = None
+    ) -> Selection:
+        """Entries whose weights agree in sign with x in at least `thresholds` of the D places.
+
+        x fp32 `[N, D]`; signs int64 `[entries, ceil(D / 64)]`, bit i of word w set where weight
+        `64 w + i` is negative, tail bits 0; thresholds int32 `[entries]`. A predictor without
+        training (SparseInfer, arXiv 2411.12692).
+        """
+        ...
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """int64 `[N]`: the place of the largest value of each row of fp32 `[N, V]`, the lowest of
+        equals."""
+        ...
+
     def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
         """counter int64 `[3]` += (entries read, entries used summed over rows, rows)."""
         ...

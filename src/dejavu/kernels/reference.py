@@ -37,6 +37,17 @@ def _used(selection: Selection, rows: int, channels: int) -> Tensor:
     return selection.to_mask(rows).repeat_interleave(channels // selection.entries, dim=1)
 
 
+def _store(selection: Selection, out: Selection | None) -> Selection:
+    """The selection itself, or `out` filled with it."""
+    if out is None:
+        return selection
+    out.indices.copy_(selection.indices)
+    out.counts.copy_(selection.counts)
+    if out.mask is not None:
+        out.mask.copy_(selection.to_mask(len(out.mask)))
+    return out
+
+
 class TorchOps:
     """`Ops` for any number of rows; see `ops.py` for the contract."""
 
@@ -149,15 +160,19 @@ class TorchOps:
     def select(
         self, hidden: Tensor, weight: Matrix, bias: Tensor, *, out: Selection | None = None
     ) -> Selection:
-        scores = F.linear(hidden, weight.float(), bias)
-        selection = Selection.from_mask(scores > 0)
-        if out is None:
-            return selection
-        out.indices.copy_(selection.indices)
-        out.counts.copy_(selection.counts)
-        if out.mask is not None and selection.mask is not None:
-            out.mask.copy_(selection.mask)
-        return out
+        return _store(Selection.from_mask(F.linear(hidden, weight.float(), bias) > 0), out)
+
+    def select_signs(
+        self, x: Tensor, signs: Tensor, thresholds: Tensor, *, out: Selection | None = None
+    ) -> Selection:
+        width = x.shape[1]
+        places = torch.arange(64, device=x.device)
+        negative = (signs[..., None] >> places & 1).flatten(1)[:, :width].bool()
+        agreeing = (negative == (x < 0)[:, None]).sum(dim=-1)  # [N, entries]
+        return _store(Selection.from_mask(agreeing >= thresholds), out)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return x.argmax(dim=-1)
 
     def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
         read = selection.counts.sum()

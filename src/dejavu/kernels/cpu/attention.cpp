@@ -1,0 +1,188 @@
+// Decode attention over the paged cache: one query token a row.
+//
+// The positions a token sees are cut into spans of kSpan, counted from the first one it sees. A
+// span of one row and group is one item of work and leaves its largest score, its sum of
+// exponentials and its weighted values; the thread that finishes the last span of a row and group
+// merges them in order. So long contexts spread over the threads even for one row, and the bits
+// depend on the row alone.
+
+#include <cmath>
+
+#include "dots.h"
+
+namespace dejavu::DEJAVU_ISA {
+namespace {
+
+constexpr Size kSpan = 256;
+constexpr Size kTogether = 16;  // positions whose keys (values) are handled in one go
+
+struct Extent {
+  Size first, length, spans;
+};
+
+Extent extent_of(const AttentionArgs& a, Size row) {
+  const Size length = a.lengths[row];
+  const Size first = a.window > 0 && length > a.window ? length - a.window : 0;
+  return {first, length, (length - first + kSpan - 1) / kSpan};
+}
+
+Size max_spans(const AttentionArgs& a) {
+  const Size capacity = a.max_blocks * a.block_size;
+  const Size seen = a.window > 0 && a.window < capacity ? a.window : capacity;
+  return (seen + kSpan - 1) / kSpan;
+}
+
+// A finished span: [queries of a group][largest, sum, then head_dim values].
+Size part_size(const AttentionArgs& a) {
+  return (a.heads / a.groups) * (a.head_dim + 2);
+}
+
+bool is_used(const AttentionArgs& a, Size row, Size group) {
+  if (!a.selection) return true;
+  const Selection& s = *a.selection;
+  if (s.mask) return s.mask[row * s.entries + group];
+  const Size t = group / s.tile;
+  for (Size k = 0; k < s.counts[t]; ++k)
+    if (s.indices[t * s.tile + k] == group) return true;
+  return false;
+}
+
+Size slot_of(const AttentionArgs& a, Size row, Size position) {
+  const Size block = a.block_table[row * a.max_blocks + position / a.block_size];
+  return block * a.block_size + position % a.block_size;
+}
+
+// Every length and every block in use lies inside the cache.
+Fault check(const AttentionArgs& a) {
+  for (Size row = 0; row < a.rows; ++row) {
+    const Size length = a.lengths[row];
+    if (length < 0 || length > a.max_blocks * a.block_size) return Fault::length;
+    for (Size b = 0; b * a.block_size < length; ++b) {
+      const Size block = a.block_table[row * a.max_blocks + b];
+      if (block < 0 || block >= a.blocks) return Fault::block;
+    }
+  }
+  return Fault::none;
+}
+
+void attend_span(const AttentionArgs& a, Size row, Size group, Size first, Size last,
+                 float* scores, float* part) {
+  const Size queries = a.heads / a.groups, dim = a.head_dim;
+  for (Size h = 0; h < queries; h += kMaxRows) {
+    const Size count = queries - h < kMaxRows ? queries - h : kMaxRows;
+    const float *q[kMaxRows], *stored[kTogether];
+    for (Size i = 0; i < count; ++i)
+      q[i] = a.q + (row * a.heads + group * queries + h + i) * dim;
+    const auto gather = [&](const float* cache, Size from) {
+      const Size size = last - from < kTogether ? last - from : kTogether;
+      for (Size k = 0; k < size; ++k)
+        stored[k] = cache + (slot_of(a, row, from + k) * a.groups + group) * dim;
+      return size;
+    };
+    for (Size from = first; from < last; from += kTogether) {
+      const Size size = gather(a.keys, from);
+      dot_grid(stored, size, q, count, dim, scores + (from - first), kSpan);
+    }
+    for (Size i = 0; i < count; ++i) {
+      float* row_scores = scores + i * kSpan;
+      float* result = part + (h + i) * (dim + 2);
+      const Size size = last - first;
+      float top = -__builtin_inff();
+      for (Size p = 0; p < size; ++p) {
+        row_scores[p] *= a.scale;
+        top = row_scores[p] > top ? row_scores[p] : top;
+      }
+      Vec total = zero();
+      for (Size p = 0; p < size; p += Vec::width) {
+        const Size rest = size - p < Vec::width ? size - p : (Size)Vec::width;
+        store(row_scores + p, exp(load(row_scores + p, rest) - broadcast(top)), rest);
+        total = total + load(row_scores + p, rest);
+      }
+      result[0] = top;
+      result[1] = sum(total);
+      std::memset(result + 2, 0, (size_t)dim * sizeof(float));
+    }
+    for (Size from = first; from < last; from += kTogether) {
+      const Size size = gather(a.values, from);
+      for (Size i = 0; i < count; ++i)
+        sum_rows(stored, scores + i * kSpan + (from - first), size,
+                 part + (h + i) * (dim + 2) + 2, dim);
+    }
+  }
+}
+
+void merge(const AttentionArgs& a, Size row, Size group, Size spans, const float* parts) {
+  const Size queries = a.heads / a.groups, dim = a.head_dim;
+  for (Size h = 0; h < queries; ++h) {
+    const auto part = [&](Size s) { return parts + s * part_size(a) + h * (dim + 2); };
+    float top = part(0)[0];
+    for (Size s = 1; s < spans; ++s) top = part(s)[0] > top ? part(s)[0] : top;
+    float* out = a.out + (row * a.heads + group * queries + h) * dim;
+    float total = 0;
+    for (Size s = 0; s < spans; ++s) {
+      const float factor = std::exp(part(s)[0] - top);
+      total += part(s)[1] * factor;
+      for (Size i = 0; i < dim; ++i)
+        out[i] = (s ? out[i] : 0.0f) + part(s)[2 + i] * factor;
+    }
+    const float inverse = 1.0f / total;
+    for (Size i = 0; i < dim; ++i) out[i] *= inverse;
+  }
+}
+
+}  // namespace
+
+Scratch scratch_attention(const AttentionArgs& a) {
+  const Size queries = a.heads / a.groups;
+  const Size together = queries < kMaxRows ? queries : kMaxRows;
+  return {a.rows * a.groups * max_spans(a) * part_size(a), together * kSpan};
+}
+
+void run_attention(const AttentionArgs& a, Worker& worker) {
+  // Every thread checks for itself: reading a few hundred numbers is cheaper than a phase.
+  if (const Fault fault = check(a); fault != Fault::none) {
+    worker.fail(fault);
+    return;
+  }
+  const Size queries = a.heads / a.groups, dim = a.head_dim, capacity = max_spans(a);
+  // An empty row still has its outputs to clear: one item a group.
+  const auto items_of = [&](const Extent& e) { return a.groups * (e.spans ? e.spans : 1); };
+  Size total = 0;
+  for (Size row = 0; row < a.rows; ++row) total += items_of(extent_of(a, row));
+  worker.share(total, [&](Size item) {
+    Size row = 0;
+    Extent extent = extent_of(a, row);
+    while (item >= items_of(extent)) {
+      item -= items_of(extent);
+      extent = extent_of(a, ++row);
+    }
+    const Size group = item % a.groups, span = item / a.groups;
+    const Size last_span = extent.spans - 1;
+    if (span == last_span) {
+      // The new token lies in the last span; no other item of this step reads it.
+      const Size to = (slot_of(a, row, extent.length - 1) * a.groups + group) * dim;
+      const Size from = (row * a.groups + group) * dim;
+      std::memcpy(a.keys + to, a.k + from, (size_t)dim * sizeof(float));
+      std::memcpy(a.values + to, a.v + from, (size_t)dim * sizeof(float));
+    }
+    if (!extent.spans || !is_used(a, row, group)) {
+      if (span == 0)
+        std::memset(a.out + (row * a.heads + group * queries) * dim, 0,
+                    (size_t)(queries * dim) * sizeof(float));
+      return;
+    }
+    const Size pair = row * a.groups + group;
+    float* parts = worker.shared + pair * capacity * part_size(a);
+    const Size first = extent.first + span * kSpan;
+    const Size last = first + kSpan < extent.length ? first + kSpan : extent.length;
+    attend_span(a, row, group, first, last, worker.local, parts + span * part_size(a));
+    if (extent.spans > 1) {
+      const int done = __atomic_add_fetch(a.arrivals + pair, 1, __ATOMIC_ACQ_REL);
+      if (done < extent.spans) return;
+      __atomic_store_n(a.arrivals + pair, 0, __ATOMIC_RELAXED);
+    }
+    merge(a, row, group, extent.spans, parts);
+  });
+}
+
+}  // namespace dejavu::DEJAVU_ISA

@@ -1,0 +1,114 @@
+#include "dots.h"
+
+namespace dejavu::DEJAVU_ISA {
+namespace {
+
+// Stored rows handled together when every batch row picks its own: small enough that a chunk stays
+// in the first two cache levels while the batch rows pass over it.
+constexpr Size kChunk = 16;
+
+template <class W>
+void dots_of(const Matrix& weight, const int32_t* listed, Size count, const float* x, Size rows,
+             const Use& use, const float* bias, float* out, Size row_stride) {
+  const W* data = (const W*)weight.data;
+  const Size width = weight.columns;
+  const float* inputs[kMaxRows];
+  for (Size r = 0; r < rows; ++r) inputs[r] = x + r * width;
+
+  const W* w[kChunk + kDotBlock];
+  for (Size start = 0; start < count; start += kChunk) {
+    const Size size = count - start < kChunk ? count - start : kChunk;
+    const int32_t* chunk = listed + start;
+    if (!use.mask) {
+      for (Size k = 0; k < size; ++k) w[k] = data + chunk[k] * width;
+      dot_grid(w, size, inputs, rows, width, out + start, row_stride);
+    } else {
+      for (Size r = 0; r < rows; ++r) {
+        Size own[kChunk], used = 0;
+        float results[kChunk];
+        for (Size k = 0; k < size; ++k)
+          if (use(r, chunk[k])) {
+            own[used] = k;
+            w[used++] = data + chunk[k] * width;
+          }
+        dot_grid(w, used, inputs + r, 1, width, results, 0);
+        for (Size k = 0; k < used; ++k) out[r * row_stride + start + own[k]] = results[k];
+      }
+    }
+  }
+  for (Size r = 0; r < rows; ++r) {
+    float* row = out + r * row_stride;
+    for (Size k = 0; k < count; ++k) {
+      if (!use(r, listed[k])) {
+        row[k] = 0;
+        continue;
+      }
+      if (weight.scale) row[k] *= weight.scale[listed[k]];
+      if (bias) row[k] += bias[listed[k]];
+    }
+  }
+}
+
+template <class W>
+void sums_of(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,
+             Size stride, Size rows, bool skip, float* acc, Size acc_stride) {
+  const W* data = (const W*)weight.data;
+  const Size width = weight.columns;
+  const W* w[kChunk];
+  float own[kChunk];
+  for (Size start = 0; start < count; start += kChunk) {
+    const Size size = count - start < kChunk ? count - start : kChunk;
+    const int32_t* chunk = listed + start;
+    bool full = rows > 1 && size % 4 == 0;
+    for (Size r = 0; full && skip && r < rows; ++r)
+      for (Size k = 0; k < size; ++k) full = full && coefficients[r * stride + start + k] != 0;
+    if (full) {
+      for (Size k = 0; k < size; ++k) w[k] = data + chunk[k] * width;
+      for (Size j = 0; j < size; j += 4) {
+        Size r = 0;
+        for (; r + 2 <= rows; r += 2) {
+          const float* c[2] = {coefficients + r * stride + start + j,
+                               coefficients + (r + 1) * stride + start + j};
+          float* totals[2] = {acc + r * acc_stride, acc + (r + 1) * acc_stride};
+          sum_block<W, 2, 4>(w + j, j + 8 <= size ? w + j + 4 : w + j, c, totals, width);
+        }
+        if (r < rows) {
+          const float* c = coefficients + r * stride + start + j;
+          float* totals = acc + r * acc_stride;
+          sum_block<W, 1, 4>(w + j, w + j, &c, &totals, width);
+        }
+      }
+      continue;
+    }
+    for (Size r = 0; r < rows; ++r) {
+      const float* c = coefficients + r * stride + start;
+      Size used = 0;
+      for (Size k = 0; k < size; ++k)
+        if (!skip || c[k] != 0) {
+          w[used] = data + chunk[k] * width;
+          own[used++] = c[k];
+        }
+      sum_rows(w, own, used, acc + r * acc_stride, width);
+    }
+  }
+}
+
+}  // namespace
+
+void dots(const Matrix& weight, const int32_t* listed, Size count, const float* x, Size rows,
+          const Use& use, const float* bias, float* out, Size row_stride) {
+  with_dtype(weight.dtype, [&](auto* type) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+    dots_of<W>(weight, listed, count, x, rows, use, bias, out, row_stride);
+  });
+}
+
+void sums(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,
+          Size stride, Size rows, bool skip, float* acc, Size acc_stride) {
+  with_dtype(weight.dtype, [&](auto* type) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+    sums_of<W>(weight, listed, count, coefficients, stride, rows, skip, acc, acc_stride);
+  });
+}
+
+}  // namespace dejavu::DEJAVU_ISA

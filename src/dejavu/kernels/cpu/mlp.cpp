@@ -1,0 +1,153 @@
+// combine and mlp: sums of stored rows over fixed tiles of input channels or neurons.
+
+#include <cmath>
+
+#include "tiles.h"
+
+namespace dejavu::DEJAVU_ISA {
+
+void Partials::reduce(const float* bias, const float* residual, float* out,
+                      Worker& worker) const {
+  constexpr Size kColumns = 256;
+  worker.share((width + kColumns - 1) / kColumns, [&](Size item) {
+    const Size first = item * kColumns;
+    const Size last = first + kColumns < width ? first + kColumns : width;
+    for (Size r = 0; r < rows; ++r)
+      for_vectors(first, last, [&](Size at, Size lanes) {
+        Vec total = zero();
+        for (Size t = 0; t < tiles; ++t)
+          if (filled[t]) total = total + load(data + (t * rows + r) * stride + at);
+        if (bias) total = total + load(bias + at, lanes);
+        if (residual) total = total + load(residual + r * width + at, lanes);
+        store(out + r * width + at, total, lanes);
+      });
+  });
+}
+
+namespace {
+
+inline Vec logistic(Vec a) {
+  return broadcast(1.0f) / (broadcast(1.0f) + exp(zero() - a));
+}
+
+// a[0..count) = activation(a), in place.
+void activate(Activation activation, float threshold, float* a, Size count) {
+  if (activation == Activation::gelu) {
+    for (Size k = 0; k < count; ++k)
+      a[k] = 0.5f * a[k] * (1.0f + ::erff(a[k] * 0.70710678f));
+    return;
+  }
+  for_vectors(0, count, [&](Size k, Size lanes) {
+    const Vec x = load(a + k, lanes);
+    Vec y = x;
+    switch (activation) {
+      case Activation::relu: y = select_less(x, zero(), zero(), x); break;
+      case Activation::relu2: y = select_less(x, zero(), zero(), x * x); break;
+      case Activation::silu: y = x * logistic(x); break;
+      case Activation::gelu_tanh: {
+        // 0.5 (1 + tanh u) is the logistic of 2u, without the cancellation for negative u.
+        const Vec u = fma(x * x * x, broadcast(0.044715f), x) * broadcast(1.5957691216f);
+        y = x * logistic(u);
+        break;
+      }
+      case Activation::fatrelu: y = select_less(broadcast(threshold), x, x, zero()); break;
+      case Activation::gelu: break;
+    }
+    store(a + k, y, lanes);
+  });
+}
+
+// Whether it returns exact zeros for a half-line of inputs.
+inline bool closes(Activation activation) {
+  return activation == Activation::relu || activation == Activation::relu2 ||
+         activation == Activation::fatrelu;
+}
+
+// Take out of `listed` (and of the values beside it) what is 0 for every row; what is left.
+Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size rows) {
+  Size left = 0;
+  for (Size k = 0; k < count; ++k) {
+    bool any = false;
+    for (Size r = 0; r < rows; ++r) any = any || values[r * stride + k] != 0;
+    if (!any) continue;
+    for (Size r = 0; r < rows; ++r) values[r * stride + left] = values[r * stride + k];
+    listed[left++] = listed[k];
+  }
+  return left;
+}
+
+Size tile_count(Size entries, Size tile) { return (entries + tile - 1) / tile; }
+
+}  // namespace
+
+Scratch scratch_combine(const CombineArgs& a) {
+  return {Partials::floats(tile_count(a.weight->rows, a.tile), a.rows, a.weight->columns),
+          a.tile * (a.rows + 1)};
+}
+
+void run_combine(const CombineArgs& a, Worker& worker) {
+  const Matrix& weight = *a.weight;
+  const Size channels = weight.rows, tiles = tile_count(channels, a.tile);
+  const Partials partials(worker.shared, tiles, a.rows, weight.columns);
+  const Size block = a.selection ? channels / a.selection->entries : 1;
+  const Use use = use_of(a.selection, block);
+  int32_t* listed = (int32_t*)worker.local;
+  float* coefficients = worker.local + a.tile;
+  worker.share(tiles, [&](Size t) {
+    const Size first = t * a.tile;
+    const Size last = first + a.tile < channels ? first + a.tile : channels;
+    const Size count = list_range(a.selection, block, first, last, listed);
+    for (Size r = 0; r < a.rows; ++r)
+      for (Size k = 0; k < count; ++k) {
+        const Size i = listed[k];
+        const float x = use(r, i) ? a.x[r * channels + i] : 0.0f;
+        coefficients[r * a.tile + k] = weight.scale ? x * weight.scale[i] : x;
+      }
+    partials.fill(t, weight, listed, count, coefficients, a.tile, a.selection != nullptr);
+  });
+  partials.reduce(a.bias, a.residual, a.out, worker);
+}
+
+Scratch scratch_mlp(const MlpArgs& a) {
+  return {Partials::floats(tile_count(a.down->rows, a.tile), a.rows, a.down->columns),
+          a.tile * (2 * a.rows + 1) + Vec::width};
+}
+
+void run_mlp(const MlpArgs& a, Worker& worker) {
+  const Size neurons = a.down->rows, tiles = tile_count(neurons, a.tile);
+  const Partials partials(worker.shared, tiles, a.rows, a.down->columns);
+  const Use use = use_of(a.selection, 1);
+  int32_t* listed = (int32_t*)worker.local;
+  float* active = worker.local + a.tile;
+  float* linear = active + a.rows * a.tile;
+  const Matrix& inner = a.gate ? *a.gate : *a.up;
+  const float* inner_bias = a.gate ? a.gate_bias : a.up_bias;
+  worker.share(tiles, [&](Size t) {
+    const Size first = t * a.tile;
+    const Size last = first + a.tile < neurons ? first + a.tile : neurons;
+    Size count = list_range(a.selection, 1, first, last, listed);
+    dots(inner, listed, count, a.x, a.rows, use, inner_bias, active, a.tile);
+    // A neuron that a row does not use comes as 0, and every activation leaves 0 at 0.
+    for (Size r = 0; r < a.rows; ++r)
+      activate(a.activation, a.threshold, active + r * a.tile, count);
+    // Without a selection everything is read: the dense arm must not profit from zeros.
+    const bool skip = a.selection != nullptr;
+    if (skip && a.gate && closes(a.activation))
+      count = drop_zeros(listed, active, count, a.tile, a.rows);
+    if (a.gate) {
+      dots(*a.up, listed, count, a.x, a.rows, use, a.up_bias, linear, a.tile);
+      for (Size r = 0; r < a.rows; ++r)
+        for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= linear[r * a.tile + k];
+    }
+    if (skip) count = drop_zeros(listed, active, count, a.tile, a.rows);
+    if (skip && a.selection->active)
+      __atomic_fetch_add(a.selection->active, (int64_t)count, __ATOMIC_RELAXED);
+    if (a.down->scale)
+      for (Size r = 0; r < a.rows; ++r)
+        for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= a.down->scale[listed[k]];
+    partials.fill(t, *a.down, listed, count, active, a.tile, skip);
+  });
+  partials.reduce(a.down_bias, a.residual, a.out, worker);
+}
+
+}  // namespace dejavu::DEJAVU_ISA

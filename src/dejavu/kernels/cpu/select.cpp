@@ -1,0 +1,77 @@
+// Selections made on the CPU: scores above 0, or enough agreeing signs, compacted tile by tile.
+
+#include "dots.h"
+
+namespace dejavu::DEJAVU_ISA {
+namespace {
+
+// List the entries of tile t that any row keeps; `kept(r, entry)` is asked once each.
+template <class Kept>
+void compact(const Selection& out, Size t, Size rows, Kept&& kept) {
+  const Size first = t * out.tile;
+  const Size last = first + out.tile < out.entries ? first + out.tile : out.entries;
+  int32_t* listed = out.indices + first;
+  Size count = 0;
+  for (Size entry = first; entry < last; ++entry) {
+    bool any = false;
+    for (Size r = 0; r < rows; ++r) {
+      const bool yes = kept(r, entry);
+      any = any || yes;
+      if (out.mask) out.mask[r * out.entries + entry] = yes;
+    }
+    listed[count] = (int32_t)entry;  // overwritten by the next one unless kept
+    count += any;
+  }
+  out.counts[t] = (int32_t)count;
+}
+
+}  // namespace
+
+Scratch scratch_select(const SelectArgs& a) { return {0, a.out.tile * (a.rows + 1)}; }
+
+void run_select(const SelectArgs& a, Worker& worker) {
+  const Selection& out = a.out;
+  int32_t* all = (int32_t*)worker.local;
+  float* scores = worker.local + out.tile;
+  worker.share(out.tiles(), [&](Size t) {
+    const Size first = t * out.tile;
+    const Size count = out.entries - first < out.tile ? out.entries - first : out.tile;
+    for (Size k = 0; k < count; ++k) all[k] = (int32_t)(first + k);
+    dots(*a.weight, all, count, a.x, a.rows, {}, a.bias, scores, out.tile);
+    compact(out, t, a.rows,
+            [&](Size r, Size entry) { return scores[r * out.tile + entry - first] > 0; });
+  });
+}
+
+// Sign words of every row, in each thread's own scratch: packing is cheaper than a phase.
+Scratch scratch_select_signs(const SelectSignsArgs& a) {
+  return {0, a.rows * ((a.width + 63) / 64) * 2};
+}
+
+// Neurons whose weights agree in sign with the input often enough (SparseInfer, arXiv 2411.12692).
+void run_select_signs(const SelectSignsArgs& a, Worker& worker) {
+  const Size words = (a.width + 63) / 64;
+  uint64_t* packed = (uint64_t*)worker.local;
+  for (Size r = 0; r < a.rows; ++r)
+    for (Size word = 0; word < words; ++word) {
+      const float* x = a.x + r * a.width + word * 64;
+      const Size count = a.width - word * 64 < 64 ? a.width - word * 64 : 64;
+      uint64_t bits = 0;
+      for (Size i = 0; i < count; i += Vec::width) {
+        const Size lanes = count - i < Vec::width ? count - i : (Size)Vec::width;
+        bits |= (uint64_t)less_bits(load(x + i, lanes), zero()) << i;
+      }
+      packed[r * words + word] = bits;
+    }
+  worker.share(a.out.tiles(), [&](Size t) {
+    compact(a.out, t, a.rows, [&](Size r, Size entry) {
+      Size differing = 0;
+      for (Size word = 0; word < words; ++word)
+        differing +=
+            __builtin_popcountll(packed[r * words + word] ^ a.signs[entry * words + word]);
+      return a.width - differing >= a.thresholds[entry];
+    });
+  });
+}
+
+}  // namespace dejavu::DEJAVU_ISA

@@ -1,0 +1,65 @@
+// Partial sums a tile, written by whoever takes the tile and added up in tile order.
+#pragma once
+
+#include "dots.h"
+
+namespace dejavu::DEJAVU_ISA {
+
+inline Size padded(Size width) { return (width + 15) / 16 * 16; }
+
+// Numbers in [first, last) of a selection over blocks of `block`, expanded; all of them when null.
+inline Size list_range(const Selection* selection, Size block, Size first, Size last,
+                       int32_t* listed) {
+  Size count = 0;
+  if (!selection) {
+    for (Size i = first; i < last; ++i) listed[count++] = (int32_t)i;
+    return count;
+  }
+  const Size begin = first / block, end = (last - 1) / block + 1;
+  for (Size t = begin / selection->tile; t * selection->tile < end; ++t) {
+    const int32_t* entries = selection->indices + t * selection->tile;
+    for (Size k = 0; k < selection->counts[t]; ++k) {
+      const Size entry = entries[k];
+      if (entry < begin || entry >= end) continue;
+      Size i = entry * block, stop = i + block;
+      if (i < first) i = first;
+      if (stop > last) stop = last;
+      for (; i < stop; ++i) listed[count++] = (int32_t)i;
+    }
+  }
+  return count;
+}
+
+inline Use use_of(const Selection* selection, Size block) {
+  if (!selection || !selection->mask) return {};
+  return {selection->mask, selection->entries, block};
+}
+
+// Partial sums [tiles][N][padded width] in shared scratch, with a flag a tile: 0 when it is empty.
+struct Partials {
+  float* data;
+  int32_t* filled;
+  Size tiles, rows, width, stride;
+
+  static Size floats(Size tiles, Size rows, Size width) {
+    return tiles * rows * padded(width) + padded(tiles);
+  }
+  Partials(float* scratch, Size tiles, Size rows, Size width)
+      : data(scratch), filled((int32_t*)(scratch + tiles * rows * padded(width))), tiles(tiles),
+        rows(rows), width(width), stride(padded(width)) {}
+  float* tile(Size t) const { return data + t * rows * stride; }
+
+  // Make tile t the sum of coefficients times listed rows.
+  void fill(Size t, const Matrix& weight, const int32_t* listed, Size count,
+            const float* coefficients, Size coefficient_stride, bool skip) const {
+    filled[t] = count > 0;
+    if (!count) return;
+    std::memset(tile(t), 0, (size_t)(rows * stride) * sizeof(float));
+    sums(weight, listed, count, coefficients, coefficient_stride, rows, skip, tile(t), stride);
+  }
+
+  // out = tiles in order + bias + residual; a phase of its own.
+  void reduce(const float* bias, const float* residual, float* out, Worker& worker) const;
+};
+
+}  // namespace dejavu::DEJAVU_ISA
