@@ -146,6 +146,7 @@ QWEN = [
         "qwen2-flag-off",
         "qwen2",
         {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        edits={"layer_types": None, "sliding_window": 8},  # as published files have it
         off={"use_sliding_window": True},
     ),
     Case("qwen2-window", "qwen2", QWEN_WINDOW, off={"use_sliding_window": False}),

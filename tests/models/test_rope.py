@@ -46,6 +46,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0},
     "yarn-beta-0": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0, "beta_slow": None},
     "yarn-step": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 4.0},
+    # long enough for the default beta_fast of 32 turns to lie within the pairs
+    "yarn-long": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "yarn-no-truncate": {"rope_type": "yarn", "factor": 4.0, "truncate": False, **ORIGINAL_KEY},
 }
 
