@@ -142,7 +142,7 @@ class DecoderLM:
     def logits(
         self, ids: Tensor, cache: KVCache, selector: Selector, ops: Ops, *, last_only: bool = False
     ) -> Tensor:
-        """Teacher-forced `forward` of one whole sequence: ids int64 `[N]` -> fp32 `[N, vocab_size]`.
+        """Teacher-forced `forward` of one sequence: ids int64 `[N]` -> fp32 `[N, vocab_size]`.
 
         cache: any with room for the sequence from its first block on; what it held is overwritten.
         """
