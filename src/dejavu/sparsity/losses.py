@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dejavu.errors import DejavuError
+
 _ROWS = 256  # rows of logits whose exponentials exist at a time: 50 MB at a vocabulary of 50k
 
 
@@ -28,8 +30,8 @@ class Mean(NamedTuple):
     error: float | None
 
     def exp(self) -> Mean:
-        """exp of the mean, its error to first order."""
-        value = math.exp(self.value)
+        """exp of the mean, its error to first order; ends at 1e304, where floats do."""
+        value = math.exp(min(self.value, 700.0))
         return Mean(value, None if self.error is None else value * self.error)
 
 
@@ -39,7 +41,14 @@ def block_mean(sums: Sequence[float], counts: Sequence[int]) -> Mean:
     The error is that of a ratio estimator over blocks (Cochran, Sampling Techniques, 6.4): tokens
     of one block share topic, author and context, so their losses are not independent and an error
     over single tokens would be too small. Blocks may differ in size; longer ones weigh more.
+
+    Raises DejavuError where a sum is not finite.
     """
+    if not all(map(math.isfinite, sums)):
+        raise DejavuError(
+            "the losses are not finite (NaN or Inf): the weights are damaged, or too large for "
+            "their dtype; try dtype='fp32'"
+        )
     total = sum(counts)
     mean = math.fsum(sums) / total
     n = len(counts)

@@ -47,7 +47,7 @@ def measure(
     Raises InputError for windows that cannot be used, or if static pruning has no other text.
     """
     options = options or MeasureOptions()
-    limit = model.config.max_position_embeddings
+    limit = model.config.context_length
     for window in (*windows, *other_windows):
         if not 2 <= len(window) <= limit + 1:
             raise InputError(f"a window has {len(window)} tokens; it takes 2 to {limit + 1}")

@@ -1,0 +1,122 @@
+"""What a selector's choices cost, counted for each token while a text is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from dejavu.engine.density import Metered
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
+from dejavu.models.base import DecoderLM
+from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
+from dejavu.sparsity.policy import Points, Selector, Site, Stage
+from dejavu.sparsity.record import neuron_activations
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A selector that knows what choosing costs; an oracle, which has to compute everything first,
+    is none."""
+
+    predictor_bytes: int
+
+
+class Counting(Selector):
+    """Another selector, whose choices are counted row by row: never the union over rows."""
+
+    capturable = False
+
+    def __init__(self, inner: Selector, model: DecoderLM) -> None:
+        self._inner = inner
+        self._model = model
+        layers = model.config.num_hidden_layers
+        self._rows = 0
+        self._used = {site: [0] * layers for site in Site}
+        self._active = [0] * layers
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        selection = self._inner.select(site, layer, points, ops)
+        x = points.source(site, layer)
+        if layer == 0 and site == Site.NEURONS:
+            self._rows += len(x)
+        if selection is None:
+            count = _entries(self._model, site) * len(x)
+            self._used[site][layer] += count
+            self._active[layer] += count if site == Site.NEURONS else 0
+            return None
+        used = selection.to_mask(len(x))
+        self._used[site][layer] += int(used.sum())
+        if site == Site.NEURONS:
+            if self._model.activation.is_sparse:
+                mlp = self._model.weights.blocks[layer].mlp
+                used = used & (neuron_activations(x, mlp, self._model.activation, ops) != 0)
+            self._active[layer] += int(used.sum())
+        return selection
+
+    def observe(self, stage: Stage, layer: int, value: torch.Tensor) -> None:
+        self._inner.observe(stage, layer, value)
+
+    def reads(self) -> list[LayerReads]:
+        """Rows read for one token in each layer, mean over all tokens so far."""
+        neurons, heads = (self._used[site] for site in (Site.NEURONS, Site.HEADS))
+        return [
+            LayerReads(n / self._rows, a / self._rows, h / self._rows)
+            for n, a, h in zip(neurons, self._active, heads, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What was read, as shares of the dense model.
+
+    neurons, heads: density, by layer. weight_bytes: bytes a token over the dense model's, both in
+    the stored dtype, predictors counted; None for a selector that does not say what choosing costs.
+    rows: 1, or the rows of a decode step, whose union these figures are of (bytes are then those of
+    a step, over its rows).
+    """
+
+    neurons: list[float]
+    heads: list[float]
+    weight_bytes: float | None
+    rows: float
+
+    @property
+    def neuron_density(self) -> float:
+        """Mean over layers."""
+        return sum(self.neurons) / len(self.neurons)
+
+    @property
+    def head_density(self) -> float:
+        """Mean over layers."""
+        return sum(self.heads) / len(self.heads)
+
+
+def price(model: DecoderLM, selector: Selector, reads: list[LayerReads], rows: float) -> Reads:
+    """Densities and bytes of what `selector` made the ops read; rows: tokens of a step."""
+    neurons, groups = _entries(model, Site.NEURONS), _entries(model, Site.HEADS)
+    weight_bytes = None
+    if isinstance(selector, Priced):
+        step = step_bytes(
+            model.weights, reads, groups=groups, predictor_bytes=selector.predictor_bytes
+        )
+        weight_bytes = step / rows / dense_bytes(model.weights)
+    return Reads(
+        [1.0 if read.neurons is None else read.neurons / neurons for read in reads],
+        [1.0 if read.groups is None else read.groups / groups for read in reads],
+        weight_bytes,
+        rows,
+    )
+
+
+def meter_of(selector: Selector) -> Metered | None:
+    """The counter of a selector that counts by itself, also in recorded steps."""
+    counted: Any = selector if isinstance(selector, Metered) else getattr(selector, "meter", None)
+    return counted if isinstance(counted, Metered) else None
+
+
+def _entries(model: DecoderLM, site: Site) -> int:
+    c = model.config
+    return c.intermediate_size if site == Site.NEURONS else c.num_key_value_heads

@@ -1,0 +1,166 @@
+"""A model reading given text: logits and the tokens that really came next, chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.scheduler import Request
+from dejavu.errors import BackendError, InputError
+from dejavu.eval.text import Window
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.native import MAX_ROWS, NativeOps
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.reference import TorchOps
+from dejavu.models.base import DecoderLM
+from dejavu.models.kv_cache import blocks_for
+from dejavu.registry import unknown
+from dejavu.sparsity.policy import Selector
+
+THROUGH = ("prefill", "decode")
+
+
+class Chunk(NamedTuple):
+    """Some scored predictions. owners: int64 `[n]`, the window of each; logits: fp32 `[n, V]`, good
+    until the next chunk; targets: int64 `[n]`."""
+
+    owners: Tensor
+    logits: Tensor
+    targets: Tensor
+
+
+class Reader:
+    """Reads windows through one path.
+
+    `prefill`: a window at once with plain PyTorch, every token with its own selection. `decode`:
+    token by token as the engine does it, up to `rows` windows side by side.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        through: str = "prefill",
+        ops: Ops | None = None,
+        rows: int = MAX_ROWS,
+    ) -> None:
+        """ops: default, plain PyTorch for `prefill` and the compiled kernels, where this
+        installation has them, for `decode`. Raises InputError for a bad option."""
+        if through not in THROUGH:
+            raise unknown("path", through, THROUGH, InputError)
+        if not 1 <= rows <= MAX_ROWS:
+            raise InputError(f"rows: {rows} is not usable, it is 1 to {MAX_ROWS}")
+        self.through = through
+        self._rows = rows
+        self._ops = ops or (TorchOps() if through == "prefill" else _decode_ops())
+        self._model = _widened(model) if through == "prefill" else model
+
+    @property
+    def backend(self) -> str:
+        """The ops: `torch`, or `native` and the instruction set."""
+        return f"native {self._ops.isa}" if isinstance(self._ops, NativeOps) else "torch"
+
+    def read(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
+        """All scored predictions; the order depends on the windows alone."""
+        path = self._prefill if self.through == "prefill" else self._decode
+        return path(windows, selector)
+
+    def mean_rows(self, windows: Sequence[Window]) -> float:
+        """Tokens of a decode step, mean over all steps that `read` takes on the decode path."""
+        lengths = [len(window.ids) - 1 for window in windows]
+        steps = sum(lengths[group[0]] for group in _groups(windows, self._rows))
+        return sum(lengths) / steps
+
+    def _prefill(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
+        cache = self._model.new_cache(max(len(window.ids) - 1 for window in windows))
+        for number, window in enumerate(windows):
+            # The head is a fifth of a small model: not for rows that are context only.
+            last_only = window.scored == 1
+            logits = self._model.logits(
+                window.ids[:-1], cache, selector, self._ops, last_only=last_only
+            )
+            scored = logits if last_only else logits[window.skip :]
+            targets = window.ids[1 + window.skip :]
+            yield Chunk(torch.full((len(targets),), number), scored, targets)
+
+    def _decode(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
+        longest = max(len(window.ids) - 1 for window in windows)
+        rows = min(self._rows, len(windows))
+        cache = self._model.new_cache(longest, sequences=rows)
+        step = DecodeStep(
+            self._model, cache, selector, self._ops, max_rows=rows, max_length=longest
+        )
+        blocks = [cache.allocate(blocks_for(longest)) for _ in range(rows)]
+        for group in _groups(windows, rows):
+            ids = torch.stack([windows[number].ids for number in group])
+            skips = torch.tensor([windows[number].skip for number in group])
+            owners = torch.tensor(group)
+            requests = [Request((), longest, blocks=blocks[row]) for row in range(len(group))]
+            for place in range(ids.shape[1] - 1):
+                for request, token in zip(requests, ids[:, place].tolist(), strict=True):
+                    request.token_ids.append(token)
+                logits = step.run(requests)
+                scored = skips <= place
+                if scored.all():
+                    yield Chunk(owners, logits, ids[:, place + 1])
+                elif scored.any():
+                    yield Chunk(owners[scored], logits[scored], ids[scored, place + 1])
+
+
+def _groups(windows: Sequence[Window], rows: int) -> Iterator[list[int]]:
+    """Numbers of up to `rows` neighbouring windows of one length."""
+    for _, equal in groupby(range(len(windows)), key=lambda number: len(windows[number].ids)):
+        numbers = list(equal)
+        for start in range(0, len(numbers), rows):
+            yield numbers[start : start + rows]
+
+
+def _decode_ops() -> Ops:
+    try:
+        return NativeOps()
+    except BackendError:
+        return TorchOps()
+
+
+def _widened(model: DecoderLM) -> DecoderLM:
+    """The model with fp32 matrices, so that no window has to convert them again.
+
+    Bit for bit the same model. As it is where the copy would take more than a quarter of the
+    machine's memory.
+    """
+    matrices = {id(m): m for m in _matrices(model.weights) if m.dtype != "fp32"}
+    size = sum(4 * m.rows * m.columns for m in matrices.values())
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
+        return model
+    wide = {key: Matrix(matrix.float()) for key, matrix in matrices.items()}
+    return DecoderLM(model.config, _replaced(model.weights, wide)) if wide else model
+
+
+def _matrices(part: Any) -> Iterator[Matrix]:
+    if isinstance(part, Matrix):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _matrices(each)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _matrices(getattr(part, field.name))
+
+
+def _replaced(part: Any, by_id: dict[int, Matrix]) -> Any:
+    """A copy in which matrices are exchanged; tied ones stay tied."""
+    if isinstance(part, Matrix):
+        return by_id.get(id(part), part)
+    if isinstance(part, tuple):
+        return tuple(_replaced(each, by_id) for each in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(
+            part, **{f.name: _replaced(getattr(part, f.name), by_id) for f in fields(part)}
+        )
+    return part
