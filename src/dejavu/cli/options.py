@@ -23,6 +23,14 @@ Plan = Annotated[
 Level = Annotated[
     str, typer.Option("--level", help="Level of the plan: exact, balanced (1 % loss) or fast (3 %).")
 ]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="A policy that needs no plan, e.g. oracle, threshold:value=0.1, topk:keep=0.1, signs.",
+    ),
+]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Weights as auto (the file's own), fp32, bf16 or int8.")
 ]

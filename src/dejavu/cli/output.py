@@ -19,7 +19,9 @@ def console(*, stderr: bool = False) -> Console:
     """A rich console; on stderr for everything that is not the result itself."""
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=False)
+    stream = sys.stderr if stderr else sys.stdout
+    # Piped output has no width of its own; the 80 columns rich assumes would cut the tables.
+    return Console(stderr=stderr, width=None if stream.isatty() else 120)
 
 
 def fail(error: DejavuError) -> int:
@@ -28,12 +30,17 @@ def fail(error: DejavuError) -> int:
     return 1
 
 
+def quiet(json_file: Path | None) -> bool:
+    """Whether standard output belongs to the JSON alone."""
+    return json_file is not None and str(json_file) == "-"
+
+
 def write_json(result: dict[str, Any], path: Path | None) -> None:
     """Write a result to a file, whole or not at all; `-` is standard output."""
     if path is None:
         return
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
-    if str(path) == "-":
+    if quiet(path):
         sys.stdout.write(text)
         return
     from dejavu.weights.files import atomic_write

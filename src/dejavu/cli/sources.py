@@ -1,0 +1,84 @@
+"""From what a user typed to loaded things: a model with a progress bar, a selector, texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dejavu.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dejavu.load import LoadedModel
+    from dejavu.sparsity.policy import Selector
+
+
+def load(model: str, dtype: str, threads: int | None) -> LoadedModel:
+    """Load a model behind a progress bar; torch gets as many threads as the kernels."""
+    import torch
+
+    from dejavu.cli.output import progress
+    from dejavu.load import load_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress("loading") as update:
+        return load_model(model, dtype=dtype, progress=update)
+
+
+def selector(
+    loaded: LoadedModel, plan: str | None, level: str, policy: str | None
+) -> Selector | None:
+    """The selector of a plan or of a named policy; None for neither. Raises InputError for both."""
+    if plan is not None and policy is not None:
+        raise InputError("give --plan or --policy, not both")
+    if plan is not None:
+        from dejavu.predictor.plan import load_plan
+
+        return load_plan(plan).selector(loaded, level)
+    if level != "balanced":
+        raise InputError(f"--level {level} is one of a plan's, and no --plan is given")
+    if policy is not None:
+        from dejavu.sparsity.policies import parse_policy
+
+        return parse_policy(policy, loaded.model)
+    return None
+
+
+def texts(paths: list[Path] | None, default: Path) -> list[Path]:
+    """The text files given, else the embedded one."""
+    return list(paths) if paths else [default]
+
+
+def numbers(option: str, value: str) -> tuple[float, ...]:
+    """`0.5,0.2` as numbers. Raises InputError naming the option."""
+    try:
+        return tuple(float(part) for part in value.split(",") if part.strip())
+    except ValueError as error:
+        raise InputError(f"{option}: {value!r} is not a list of numbers like 0.5,0.2") from error
+
+
+def text_windows(
+    loaded: LoadedModel, paths: list[Path], window: int | None, count: int
+) -> list[Tensor]:
+    """The first `count` whole windows of text files, int64 `[window + 1]` each.
+
+    window: default, the model's context, at most 512. Raises InputError for texts too short.
+    """
+    from dejavu.eval.text import read_text
+    from dejavu.weights.tokenizer import load_tokenizer
+
+    context = loaded.model.config.context_length
+    width = min(context, 512) if window is None else window
+    tokenizer = load_tokenizer(loaded.checkpoint)
+    found: list[Tensor] = []
+    for path in paths:
+        text = read_text(path, tokenizer, context, window=width)
+        found += [w.ids for w in text.windows if len(w.ids) == width + 1]
+        if len(found) >= count:
+            return found[:count]
+    if not found:
+        names = ", ".join(str(path) for path in paths)
+        raise InputError(f"{names}: not one whole window of {width} tokens; give more text")
+    return found
