@@ -1,0 +1,74 @@
+"""A plan at work: each layer's predictor scores, the level's threshold decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
+from dejavu.predictor.network import Predictor
+from dejavu.sparsity.meter import MeteredSelector
+from dejavu.sparsity.policy import Points, Site
+
+Key = tuple[Site, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How one site of one layer selects.
+
+    predictor: None lists everything (`Selection.full`), so that only what the activation zeroes is
+    skipped. distance: look-ahead in blocks, see `Points`. threshold: on the predictor's scores.
+    """
+
+    predictor: Predictor | None
+    distance: float = 0.0
+    threshold: float = 0.0
+
+
+class PlanSelector(MeteredSelector):
+    """Selects by the choices of a plan's level; a site and layer without one computes everything."""
+
+    def __init__(self, layers: int, neurons: int, choices: Mapping[Key, Choice]) -> None:
+        """layers, neurons: of the model."""
+        super().__init__(layers)
+        self._neurons = neurons
+        self._choices = choices
+        # The threshold is folded into the bias: selected is what scores above 0.
+        self._biases: dict[Key, Tensor] = {
+            key: choice.predictor.bias - choice.threshold
+            for key, choice in choices.items()
+            if choice.predictor is not None
+        }
+        self._buffers: dict[tuple[Site, int, int], Selection] = {}
+        self.predictor_bytes = sum(
+            choice.predictor.nbytes for choice in choices.values() if choice.predictor is not None
+        )
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        choice = self._choices.get((site, layer))
+        if choice is None:
+            return None
+        x = points.source(site, layer, choice.distance)
+        selection = self._buffer(site, layer, len(x), choice)
+        if choice.predictor is not None:
+            hidden = choice.predictor.project(x, ops)
+            ops.select(hidden, choice.predictor.second, self._biases[site, layer], out=selection)
+        self.meter.tally(site, layer, selection, len(x), ops)
+        return selection
+
+    def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
+        """The static buffers of a step of so many rows."""
+        found = self._buffers.get((site, layer, rows))
+        if found is None:
+            if choice.predictor is None:
+                found = Selection.full(self._neurons)
+            else:
+                found = Selection.empty(choice.predictor.entries, rows)
+            if site == Site.NEURONS:
+                found = self.meter.watch(layer, found)
+            self._buffers[site, layer, rows] = found
+        return found

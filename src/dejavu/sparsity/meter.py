@@ -1,0 +1,88 @@
+"""Count what selections make the ops read, in buffers that a recorded step can add to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
+from dejavu.sparsity.accounting import LayerReads
+from dejavu.sparsity.policy import Selector, Site
+
+
+class Meter:
+    """Entries listed, used and active, by site and layer, summed over steps of equally many rows."""
+
+    def __init__(self, layers: int) -> None:
+        # Filled by `Ops.tally`: entries read, entries used summed over rows, rows.
+        self._counters = {site: torch.zeros(layers, 3, dtype=torch.int64) for site in Site}
+        self._active = torch.zeros(layers, 1, dtype=torch.int64)
+        self._rows = 1
+
+    def watch(self, layer: int, selection: Selection) -> Selection:
+        """The same selection of neurons, whose active ones are counted by `Ops.mlp`."""
+        return replace(selection, active=self._active[layer])
+
+    def tally(self, site: Site, layer: int, selection: Selection, rows: int, ops: Ops) -> None:
+        """Count one step's selection."""
+        self._rows = rows
+        ops.tally(selection, rows, self._counters[site][layer])
+
+    def reset(self) -> None:
+        """Start anew."""
+        for counter in self._counters.values():
+            counter.zero_()
+        self._active.zero_()
+
+    def used(self, site: Site = Site.NEURONS) -> list[float]:
+        """Entries that a row used, mean over rows and steps, by layer; 0 where nothing selects."""
+        return [used / max(rows, 1) for _, used, rows in self._counters[site].tolist()]
+
+    def reads(self) -> list[LayerReads]:
+        """Mean over the steps since the last reset, by layer: what any row of a step read.
+
+        A site that never selected has read everything.
+        """
+        found = []
+        for neurons, (active,), heads in zip(
+            self._counters[Site.NEURONS].tolist(),
+            self._active.tolist(),
+            self._counters[Site.HEADS].tolist(),
+            strict=True,
+        ):
+            steps = neurons[2] // self._rows
+            found.append(
+                LayerReads(
+                    neurons=self._mean(neurons),
+                    active=active / steps if steps else None,
+                    groups=self._mean(heads),
+                )
+            )
+        return found
+
+    def _mean(self, counter: list[int]) -> float | None:
+        listed, _, rows = counter
+        steps = rows // self._rows
+        return listed / steps if steps else None
+
+
+class MeteredSelector(Selector):
+    """A selector with a meter, that says what its steps read and what choosing costs.
+
+    predictor_bytes: read by every step to choose, whatever is chosen.
+    """
+
+    predictor_bytes = 0
+
+    def __init__(self, layers: int) -> None:
+        self.meter = Meter(layers)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.meter.reset()
+
+    def reads(self) -> list[LayerReads]:
+        """Mean over the steps since the last reset, by layer."""
+        return self.meter.reads()
