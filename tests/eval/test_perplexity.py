@@ -27,7 +27,14 @@ from dejavu.sparsity.policy import Dense, Selector
 from .conftest import Pair
 from .tiny import CONTEXT, Guess, Reference, build, random_ids, small_tokenizer, text_of
 
-CASES = [(1000, 128, 128), (1000, 128, 64), (1000, 128, 1), (60, 128, 128), (300, 128, 128), (2, 128, 5)]
+CASES = [
+    (1000, 128, 128),
+    (1000, 128, 64),
+    (1000, 128, 1),
+    (60, 128, 128),
+    (300, 128, 128),
+    (2, 128, 5),
+]
 
 
 @torch.inference_mode()
@@ -105,7 +112,9 @@ def test_windows_cover_the_text(length: int, window: int, stride: int) -> None:
         assert targets[0] - w.offset >= min(window - stride + 1, targets[0])
         scored += targets
     assert scored == list(range(1, length))
-    assert sum(w.scored for w in chunks(torch.arange(length), window)) == length // window * (window - 1)
+    assert sum(w.scored for w in chunks(torch.arange(length), window)) == length // window * (
+        window - 1
+    )
 
 
 def test_blocks_are_as_long_as_a_window() -> None:

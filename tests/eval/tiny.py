@@ -31,9 +31,7 @@ SHAPE = {
 
 def config(model_type: str) -> transformers.PretrainedConfig:
     if model_type == "opt":
-        return transformers.OPTConfig(
-            **SHAPE, ffn_dim=NEURONS, word_embed_proj_dim=24, dropout=0.0
-        )
+        return transformers.OPTConfig(**SHAPE, ffn_dim=NEURONS, word_embed_proj_dim=24, dropout=0.0)
     return transformers.LlamaConfig(
         **SHAPE, intermediate_size=NEURONS, num_key_value_heads=2, hidden_act="relu"
     )
