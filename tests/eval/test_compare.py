@@ -17,6 +17,8 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
+from dejavu.predictor.network import Predictor
+from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.sparsity.accounting import LayerReads
 from dejavu.sparsity.policy import Dense, Points, Selector, Site
 from dejavu.sparsity.replay import Replay
@@ -136,7 +138,6 @@ def test_bytes_of_a_token_by_hand(opt: Pair) -> None:
     selector, ids = Listed(mask), random_ids(31)
     found = compare(model, text_of(ids, 30, 30), selector)
     assert selector.resets == 0
-
     # Of an OPT: everything but the positions (the tied head counts once), fp32.
     w = model.weights
     assert w.embed_positions is not None
@@ -168,13 +169,55 @@ def test_bytes_of_a_token_by_hand(opt: Pair) -> None:
     )
 
     decoded = compare(model, text_of(ids, 10, 10), selector, through="decode", rows=2)
-    assert selector.resets == 1
+    assert selector.resets == 2
     assert decoded.reads is not None
     assert decoded.reads.rows == 1.5  # windows of 10: two side by side, then one
     skipped = LAYERS * (NEURONS - selector.kept) * (24 + 1 + 24)
     assert decoded.reads.weight_bytes == pytest.approx(
         (4 * (parameters - skipped) + 500) / (4 * parameters) / 1.5
     )
+
+
+def test_decode_steps_count_the_union_of_their_rows(opt: Pair) -> None:
+    """Against the masks of the same selector, put together by hand; rows 2, 2, 1 and 1."""
+    model, _ = opt
+    plan = Guess(model)
+    choices = {
+        (Site.NEURONS, layer): Choice(Predictor(first, second, bias))
+        for (site, layer), (first, second, bias) in plan.parts.items()
+        if site == Site.NEURONS
+    }
+    selector = PlanSelector(LAYERS, NEURONS, choices)
+    text = text_of(random_ids(56, seed=1), 10, 10)
+    assert [len(w.ids) - 1 for w in text.windows] == [10] * 5 + [5]
+    used: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+
+    class Look(Selector):
+        def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+            selection = selector.select(site, layer, points, ops)
+            if selection is not None:
+                used[layer].append(selection.to_mask(len(points.source(site, layer))).clone())
+            return selection
+
+    with torch.inference_mode():
+        for window in text.windows:
+            model.logits(window.ids[:-1], model.new_cache(10), Look(), TorchOps())
+    wanted = []
+    for layer in range(LAYERS):
+        first, second, third, fourth, fifth, last = used[layer]
+        unions = [first | second, third | fourth, fifth, last]
+        wanted.append(float(torch.cat(unions).double().mean()))
+    found = compare(model, text, selector, through="decode", rows=2)
+    assert found.reads is not None
+    assert found.reads.neurons == pytest.approx(wanted)
+    assert found.reads.heads == [1.0] * LAYERS
+    assert found.reads.rows == pytest.approx(55 / 35)
+    alone = compare(model, text, selector, through="decode", rows=1).reads
+    forced = compare(model, text, selector).reads
+    assert alone is not None
+    assert forced is not None
+    assert alone.neurons == pytest.approx(forced.neurons)
+    assert alone.weight_bytes == pytest.approx(forced.weight_bytes)
 
 
 def test_counting_is_per_token_not_of_the_union(opt: Pair) -> None:

@@ -94,7 +94,7 @@ class Guess(Selector):
         generator = torch.Generator().manual_seed(3)
         c = model.config
         entries = {Site.NEURONS: c.intermediate_size, Site.HEADS: c.num_key_value_heads}
-        self._parts = {
+        self.parts = {
             (site, layer): (
                 Matrix(torch.randn(6, c.hidden_size, generator=generator)),
                 Matrix(torch.randn(n, 6, generator=generator)),
@@ -105,6 +105,6 @@ class Guess(Selector):
         }
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        first, second, bias = self._parts[site, layer]
+        first, second, bias = self.parts[site, layer]
         (hidden,) = ops.linear(points.source(site, layer), [Projection(first)])
         return ops.select(hidden, second, bias)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu.eval.counting import Counting, Reads, meter_of, price
+from dejavu.eval.counting import Reads, counter_of
 from dejavu.eval.forced import Reader
 from dejavu.eval.perplexity import Perplexity, Progress, Sums, result
 from dejavu.eval.text import EvalText
@@ -67,30 +67,27 @@ def compare(
     selector itself, over the steps of up to `rows` windows.
     """
     reader = Reader(model, through, ops, rows)
-    counting = Counting(selector, model) if through == "prefill" else None
-    meter = meter_of(selector)
-    if counting is None and meter is not None:
-        meter.reset()
     windows = text.windows
     dense_loss, sparse_loss, difference, kl, agreement = (Sums(windows) for _ in range(5))
-    for dense, sparse in zip(
-        reader.read(windows, Dense()), reader.read(windows, counting or selector), strict=True
-    ):
-        full = token_losses(dense.logits, dense.targets)
-        own = token_losses(sparse.logits, dense.targets)
-        dense_loss.add(dense.owners, full)
-        sparse_loss.add(dense.owners, own)
-        difference.add(dense.owners, own - full)
-        kl.add(dense.owners, divergence(dense.logits, sparse.logits))
-        same = dense.logits.argmax(dim=1) == sparse.logits.argmax(dim=1)
-        agreement.add(dense.owners, same)
-        if progress is not None:
-            progress(kl.done, kl.total)
-    reads = None
-    if counting is not None:
-        reads = price(model, selector, counting.reads(), 1)
-    elif meter is not None:
-        reads = price(model, selector, list(meter.reads()), reader.mean_rows(windows))
+    counter = counter_of(selector, model, through)
+    for stretch in reader.stretches(windows):
+        part = windows[stretch.begin : stretch.end]
+        counter.start()
+        for dense, sparse in zip(
+            reader.read(part, Dense()), reader.read(part, counter.selector), strict=True
+        ):
+            owners = dense.owners + stretch.begin
+            full = token_losses(dense.logits, dense.targets)
+            own = token_losses(sparse.logits, dense.targets)
+            same = dense.logits.argmax(dim=1) == sparse.logits.argmax(dim=1)
+            dense_loss.add(owners, full)
+            sparse_loss.add(owners, own)
+            difference.add(owners, own - full)
+            kl.add(owners, divergence(dense.logits, sparse.logits))
+            agreement.add(owners, same)
+            if progress is not None:
+                progress(kl.done, kl.total)
+        counter.stop(stretch)
     ratio = difference.mean().exp()
     return Comparison(
         dense=result(text, reader, dense_loss.mean()),
@@ -101,7 +98,7 @@ def compare(
         kl_error=kl.mean().error,
         agreement=agreement.mean().value,
         agreement_error=agreement.mean().error,
-        reads=reads,
+        reads=counter.reads(model, selector),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from dejavu.engine.density import Metered
+from dejavu.eval.forced import Stretch
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
@@ -32,10 +34,14 @@ class Counting(Selector):
     def __init__(self, inner: Selector, model: DecoderLM) -> None:
         self._inner = inner
         self._model = model
-        layers = model.config.num_hidden_layers
+        self._layers = model.config.num_hidden_layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting anew."""
         self._rows = 0
-        self._used = {site: [0] * layers for site in Site}
-        self._active = [0] * layers
+        self._used = {site: [0] * self._layers for site in Site}
+        self._active = [0] * self._layers
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         selection = self._inner.select(site, layer, points, ops)
@@ -74,8 +80,8 @@ class Reads:
 
     neurons, heads: density, by layer. weight_bytes: bytes a token over the dense model's, both in
     the stored dtype, predictors counted; None for a selector that does not say what choosing costs.
-    rows: 1, or the rows of a decode step, whose union these figures are of (bytes are then those of
-    a step, over its rows).
+    rows: 1, or the mean rows of a decode step, whose union these figures are of (bytes are then
+    those of a step, over its rows).
     """
 
     neurons: list[float]
@@ -94,27 +100,67 @@ class Reads:
         return sum(self.heads) / len(self.heads)
 
 
-def price(model: DecoderLM, selector: Selector, reads: list[LayerReads], rows: float) -> Reads:
-    """Densities and bytes of what `selector` made the ops read; rows: tokens of a step."""
-    neurons, groups = _entries(model, Site.NEURONS), _entries(model, Site.HEADS)
-    weight_bytes = None
-    if isinstance(selector, Priced):
-        step = step_bytes(
-            model.weights, reads, groups=groups, predictor_bytes=selector.predictor_bytes
+class Counter:
+    """Collects the counts of a meter stretch by stretch: a meter takes all steps to be of one size.
+
+    selector: what is to run. meter: None counts nothing.
+    """
+
+    def __init__(self, selector: Selector, meter: Metered | None) -> None:
+        self.selector = selector
+        self._meter = meter
+        self._found: list[tuple[Stretch, Sequence[LayerReads]]] = []
+
+    def start(self) -> None:
+        """Before a stretch is read."""
+        if self._meter is not None:
+            self._meter.reset()
+
+    def stop(self, stretch: Stretch) -> None:
+        """After it."""
+        if self._meter is not None:
+            self._found.append((stretch, self._meter.reads()))
+
+    def reads(self, model: DecoderLM, selector: Selector) -> Reads | None:
+        """Mean over all steps; None where nothing counts. selector: what choosing costs."""
+        if not self._found:
+            return None
+        steps = sum(stretch.steps for stretch, _ in self._found)
+        rows = sum(stretch.steps * stretch.rows for stretch, _ in self._found) / steps
+        neurons, groups = _entries(model, Site.NEURONS), _entries(model, Site.HEADS)
+
+        def mean(layer: int, field: str, everything: float) -> float:
+            total = 0.0
+            for stretch, layers in self._found:
+                value = getattr(layers[layer], field)
+                total += stretch.steps * (everything if value is None else value)
+            return total / steps
+
+        means = []
+        for layer in range(model.config.num_hidden_layers):
+            listed = mean(layer, "neurons", neurons)
+            means.append(
+                LayerReads(listed, mean(layer, "active", listed), mean(layer, "groups", groups))
+            )
+        weight_bytes = None
+        if isinstance(selector, Priced):
+            predictors = selector.predictor_bytes
+            step = step_bytes(model.weights, means, groups=groups, predictor_bytes=predictors)
+            weight_bytes = step / rows / dense_bytes(model.weights)
+        return Reads(
+            [(read.neurons or 0.0) / neurons for read in means],
+            [(read.groups or 0.0) / groups for read in means],
+            weight_bytes,
+            rows,
         )
-        weight_bytes = step / rows / dense_bytes(model.weights)
-    return Reads(
-        [1.0 if read.neurons is None else read.neurons / neurons for read in reads],
-        [1.0 if read.groups is None else read.groups / groups for read in reads],
-        weight_bytes,
-        rows,
-    )
 
 
-def meter_of(selector: Selector) -> Metered | None:
-    """The counter of a selector that counts by itself, also in recorded steps."""
-    counted: Any = selector if isinstance(selector, Metered) else getattr(selector, "meter", None)
-    return counted if isinstance(counted, Metered) else None
+def counter_of(selector: Selector, model: DecoderLM, through: str) -> Counter:
+    """Counts token by token on the prefill path; decode steps count themselves, if at all."""
+    if through == "prefill":
+        counting = Counting(selector, model)
+        return Counter(counting, counting)
+    return Counter(selector, selector if isinstance(selector, Metered) else None)
 
 
 def _entries(model: DecoderLM, site: Site) -> int:

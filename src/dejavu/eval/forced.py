@@ -36,6 +36,15 @@ class Chunk(NamedTuple):
     targets: Tensor
 
 
+class Stretch(NamedTuple):
+    """Windows `begin` to `end` (exclusive), read in so many steps of `rows` rows each."""
+
+    begin: int
+    end: int
+    steps: int
+    rows: int
+
+
 class Reader:
     """Reads windows through one path.
 
@@ -71,11 +80,22 @@ class Reader:
         path = self._prefill if self.through == "prefill" else self._decode
         return path(windows, selector)
 
-    def mean_rows(self, windows: Sequence[Window]) -> float:
-        """Tokens of a decode step, mean over all steps that `read` takes on the decode path."""
-        lengths = [len(window.ids) - 1 for window in windows]
-        steps = sum(lengths[group[0]] for group in _groups(windows, self._rows))
-        return sum(lengths) / steps
+    def stretches(self, windows: Sequence[Window]) -> list[Stretch]:
+        """The windows in order, cut where the number of rows changes.
+
+        On the prefill path a token stands for a step: it selects as if alone.
+        """
+        if self.through == "prefill":
+            return [Stretch(0, len(windows), sum(len(w.ids) - 1 for w in windows), 1)]
+        found: list[Stretch] = []
+        for group in _groups(windows, self._rows):
+            steps = len(windows[group[0]].ids) - 1
+            if found and found[-1].rows == len(group):
+                begin, _, earlier, _ = found.pop()
+                found.append(Stretch(begin, group[-1] + 1, earlier + steps, len(group)))
+            else:
+                found.append(Stretch(group[0], group[-1] + 1, steps, len(group)))
+        return found
 
     def _prefill(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
         cache = self._model.new_cache(max(len(window.ids) - 1 for window in windows))

@@ -228,7 +228,7 @@ def _window(preset: Preset, window: int | None, context_length: int) -> int:
     least = 2 if preset.scored == "within" else 1
     if not least <= window <= context_length:
         raise InputError(
-            f"window: {window} is not usable, it is {least} to {context_length}, the model's context"
+            f"window: {window} is not usable, it is {least} to the context, {context_length}"
         )
     return window
 
