@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -100,6 +100,16 @@ def test_bytes_of_no_character_come_through(ids: list[int]) -> None:
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("broken", range(12, 22))
+def test_a_character_among_broken_bytes_is_whole(broken: int) -> None:
+    tokenizer = KINDS["byte-level"]
+    euro = tokenizer.encode("€").ids
+    ids = [euro[1]] * broken + euro + [euro[1]] * broken
+    told = "".join(pieces(tokenizer, ids))
+    assert told == tokenizer.decode(ids)
+    assert "€" in told
+
+
 def test_unfinished_character_is_handed_out_at_the_end() -> None:
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode("5 €").ids[:-1]
@@ -145,6 +155,8 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
+@example(chunks=["aab"], stops=["b", "ab"])
+@example(chunks=["aab"], stops=["ab", "b"])
 @given(
     chunks=st.lists(st.text("ab ", max_size=5), max_size=12),
     stops=st.lists(st.text("ab ", min_size=1, max_size=6), max_size=4, unique=True),

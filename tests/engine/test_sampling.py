@@ -149,6 +149,14 @@ def test_draw_equals_the_running_sum() -> None:
         assert index == min(expected, 1900)
 
 
+def test_draw_survives_rounding() -> None:
+    """Weights of very different sizes: their sum depends on the order in the last bit."""
+    for seed in range(50):
+        exponents = np.random.default_rng(seed).uniform(-70, 0, 100)
+        weights = np.exp2(exponents).astype(np.float32)
+        assert _draw(weights, 1 - 2**-53) < len(weights)
+
+
 def test_seed_reproduces_and_only_a_seed() -> None:
     def run(seed: int | None) -> list[int]:
         sampler = Sampler(SamplingParams(temperature=1, seed=seed), (0,), VOCAB)

@@ -46,11 +46,8 @@ class Detokenizer:
             return self._advance(len(self._window), text)
         if len(self._window) - self._told <= _MOST_HELD:
             return ""
-        for end in range(len(self._window) - 3, len(self._window)):
-            part = self._decode(self._window[:end])
-            if text.startswith(part):  # else `end` would cut a character
-                return self._advance(end, part)
-        return self._advance(len(self._window), text)
+        end = len(self._window) - 3  # what follows may still become a character
+        return self._advance(end, self._decode(self._window[:end]))
 
     def flush(self) -> str:
         """What is held back, at the end of the answer: bytes that never became a character."""
