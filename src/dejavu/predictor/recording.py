@@ -1,0 +1,133 @@
+"""Dense forwards over calibration windows, and what is kept of them: bounded, in fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.selection import Selection
+from dejavu.models.base import DecoderLM
+from dejavu.models.kv_cache import KVCache
+from dejavu.sparsity.losses import token_losses
+from dejavu.sparsity.policy import Points, Selector, Site, Stage
+from dejavu.sparsity.record import group_norms
+
+_HALF_MAX = 65504.0
+Key = tuple[Site, int]
+Tick = Callable[[int, int], None]  # windows done, windows in all
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """inputs: fp16 `[N, D]` of a site and layer. head_norms: fp32 `[N, K]`, see `group_norms`."""
+
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    head_norms: dict[int, Tensor] = field(default_factory=dict)
+
+    def source(self, site: Site, layer: int, distance: float) -> Tensor | None:
+        """What a look-ahead of 0, 0.5 or 1 block reads; None where no block is that far back, or
+        the inputs were not recorded."""
+        place = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+        key = (Site.NEURONS if place % 2 else Site.HEADS, place // 2)
+        return self.inputs.get(key)
+
+    def free(self, layer: int) -> None:
+        """Forget everything of a layer."""
+        for site in Site:
+            self.inputs.pop((site, layer), None)
+        self.head_norms.pop(layer, None)
+
+
+class Recorder(Selector):
+    """The dense arm; copies the inputs asked for into buffers of a fixed number of rows."""
+
+    capturable = False
+
+    def __init__(
+        self, model: DecoderLM, rows: int, inputs: Collection[Key], heads: Collection[int]
+    ) -> None:
+        """rows: tokens to come. heads: layers whose head norms are kept."""
+        c = model.config
+        self.recorded = Recorded(
+            {key: torch.empty(rows, c.hidden_size, dtype=torch.float16) for key in inputs},
+            {layer: torch.empty(rows, c.num_key_value_heads) for layer in heads},
+        )
+        self._groups = c.num_key_value_heads
+        self._o = {n: model.weights.blocks[n].attention.o.weight.float() for n in heads}
+        self._start = 0
+
+    def advance(self, rows: int) -> None:
+        """A window of so many rows is done."""
+        self._start += rows
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        buffer = self.recorded.inputs.get((site, layer))
+        if buffer is not None:
+            x = points.source(site, layer)
+            buffer[self._start : self._start + len(x)] = x.clamp(-_HALF_MAX, _HALF_MAX)
+        return None
+
+    def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
+        if stage == Stage.HEAD_OUTPUTS and layer in self._o:
+            norms = group_norms(value, self._o[layer], self._groups)
+            self.recorded.head_norms[layer][self._start : self._start + len(value)] = norms
+
+
+def record(
+    model: DecoderLM,
+    windows: Tensor,
+    inputs: Collection[Key],
+    heads: Collection[int],
+    ops: Ops,
+    tick: Tick,
+) -> Recorded:
+    """Run windows int64 `[n, T + 1]` densely and keep what is asked for, all their tokens."""
+    length = windows.shape[1] - 1
+    recorder = Recorder(model, len(windows) * length, inputs, heads)
+    cache = model.new_cache(length)
+    for done, ids in enumerate(windows, 1):
+        model.logits(ids[:-1], cache, recorder, ops, last_only=True)
+        recorder.advance(length)
+        tick(done, len(windows))
+    return recorder.recorded
+
+
+def window_losses(
+    model: DecoderLM, windows: Tensor, selector: Selector, ops: Ops, tick: Tick | None = None
+) -> list[float]:
+    """Loss in nats of each window, summed over its tokens; every token has its own selection."""
+    cache = model.new_cache(windows.shape[1] - 1)
+    losses = []
+    for done, logits in enumerate(_each(model, windows, cache, selector, ops), 1):
+        losses.append(float(token_losses(logits, windows[done - 1, 1:]).sum()))
+        if tick is not None:
+            tick(done, len(windows))
+    return losses
+
+
+def divergence(model: DecoderLM, windows: Tensor, selector: Selector, dense: Tensor, ops: Ops) -> float:
+    """Mean KL divergence in nats a token from the dense model; dense: log-probs `[n, T, V]`."""
+    cache = model.new_cache(windows.shape[1] - 1)
+    total = 0.0
+    for p, logits in zip(dense, _each(model, windows, cache, selector, ops), strict=True):
+        q = torch.log_softmax(logits, dim=1)
+        total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+    return total / (dense.shape[0] * dense.shape[1])
+
+
+def log_probabilities(model: DecoderLM, windows: Tensor, ops: Ops) -> Tensor:
+    """Of the dense model, fp32 `[n, T, V]`: for a few windows only."""
+    cache = model.new_cache(windows.shape[1] - 1)
+    each = _each(model, windows, cache, Selector(), ops)
+    return torch.stack([torch.log_softmax(logits, dim=1) for logits in each])
+
+
+def _each(
+    model: DecoderLM, windows: Tensor, cache: KVCache, selector: Selector, ops: Ops
+) -> Iterator[Tensor]:
+    for ids in windows:
+        yield model.logits(ids[:-1], cache, selector, ops)
