@@ -1,0 +1,1 @@
+"""Speed: of decoding against peers and the roofline, and of the MLP kernels alone."""

@@ -1,0 +1,144 @@
+"""An arm is one way of decoding that is timed; these are our own, all on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from dejavu.bench.meter import Unrecorded
+from dejavu.engine.density import Metered
+from dejavu.engine.engine import Engine
+from dejavu.engine.params import SamplingParams
+from dejavu.kernels.native import NativeOps
+from dejavu.load import LoadedModel
+from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
+from dejavu.sparsity.policy import Dense, Selector
+
+Prompt = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One turn of an arm.
+
+    seconds: of each timed step, sampling included. token_ids: sampled for the first sequence, from
+    the first token after the prompt on. step_bytes: weight bytes that a timed step read. reads: of
+    which rows of each layer, None where nobody counted (then all of them are in step_bytes).
+    """
+
+    seconds: list[float]
+    token_ids: list[int]
+    step_bytes: float
+    reads: list[LayerReads] | None = None
+
+
+@dataclass(frozen=True)
+class ArmInfo:
+    """What distinguishes an arm; a ratio of two arms means something where the rest is equal.
+
+    program: dejavu, transformers, ... with its mode. recorded: whether a step is replayed from a
+    recording, without Python; None where the word does not apply.
+    """
+
+    name: str
+    program: str
+    dtype: str
+    threads: int
+    recorded: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class Arm(Protocol):
+    """One way of decoding."""
+
+    @property
+    def info(self) -> ArmInfo:
+        """What it is."""
+        ...
+
+    def decode(
+        self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
+    ) -> Decoded:
+        """Greedy decoding of all prompts together: `skip` untimed steps, then `steps` timed ones.
+
+        The prompts themselves are never timed, and end tokens end nothing. fed: token ids, at least
+        `skip + steps` for each prompt, that every step reads in place of the sampled ones: random
+        weights repeat one token for ever, and with it one selection. An arm that cannot do so
+        says it in its notes.
+        """
+        ...
+
+
+class EngineArm:
+    """The engine with a selector: dense, exact, forced or a plan, all timed the same way."""
+
+    def __init__(
+        self,
+        name: str,
+        loaded: LoadedModel,
+        selector: Selector,
+        *,
+        ops: NativeOps,
+        batch: int,
+        max_model_len: int,
+        recorded: bool = True,
+    ) -> None:
+        """recorded: off, every step goes through Python op by op."""
+        self.selector = selector
+        self.model = loaded.model
+        self._engine = Engine(
+            loaded,
+            selector if recorded else Unrecorded(selector),
+            threads=ops.threads,
+            max_batch=batch,
+            max_model_len=max_model_len,
+            eos_token_ids=(),
+            ops=ops,
+        )
+        recorded = recorded and selector.capturable
+        notes = []
+        if not isinstance(selector, Dense | Metered):
+            notes.append("does not count what it reads: bytes are the dense model's")
+        self.info = ArmInfo(name, "dejavu", loaded.dtype, ops.threads, recorded, notes)
+
+    def decode(
+        self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
+    ) -> Decoded:
+        """See `Arm.decode`."""
+        params = SamplingParams(max_tokens=skip + steps + 3, ignore_eos=True)
+        requests = [self._engine.add(prompt, params) for prompt in prompts]
+        seconds, sampled = [], []
+        try:
+            self._engine.step()  # the prompts, and a first decode step with them
+            for done in range(skip + steps):
+                if done == skip and isinstance(self.selector, Metered):
+                    self.selector.reset()
+                sampled.append(requests[0].token_ids[-1])
+                if fed is not None:
+                    for request, ids in zip(requests, fed, strict=True):
+                        request.token_ids[-1] = ids[done]
+                started = perf_counter()
+                self._engine.step()
+                if done >= skip:
+                    seconds.append(perf_counter() - started)
+        finally:
+            for request in requests:
+                self._engine.abort(request)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        reads = list(self.selector.reads()) if isinstance(self.selector, Metered) else None
+        token_ids = [requests[0].token_ids[0], *sampled]
+        return Decoded(seconds, token_ids, self._step_bytes(reads), reads)
+
+    def _step_bytes(self, reads: list[LayerReads] | None) -> float:
+        if reads is None:
+            return dense_bytes(self.model.weights)
+        return step_bytes(
+            self.model.weights,
+            reads,
+            groups=self.model.config.num_key_value_heads,
+            predictor_bytes=getattr(self.selector, "predictor_bytes", 0),
+        )

@@ -1,0 +1,120 @@
+"""What a benchmark says: every speed with its ceiling, its ratios and its conditions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dejavu.bench.machine import Machine, Origin
+from dejavu.bench.spread import Spread
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What was run. shape: the fields of `ModelConfig`. isa: of our kernels. Lengths in tokens; a
+    repeat times `new_tokens` steps after `skipped` untimed ones, and the arms take turns."""
+
+    shape: dict[str, Any]
+    dtype: str
+    threads: int
+    isa: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    skipped: int
+    repeats: int
+    sampling: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Density:
+    """What the timed steps read, as shares of the dense model; of neurons and groups by layer.
+
+    neurons: rows of up (and gate) read; active: rows of down; groups: KV groups whose query and
+    output rows were read. Under a batch these are of the step, the union of its rows. bytes: weight
+    bytes of a token, predictors included. asked: what a plan was forced to.
+    """
+
+    neurons: float
+    active: float
+    groups: float
+    bytes: float
+    neurons_by_layer: list[float]
+    asked: float | None = None
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm. Times are of whole steps over the rows of a step; GB are 1e9 bytes.
+
+    recorded: whether steps were replayed without Python (None: does not apply). repeat_medians:
+    ms/token of each turn. of_bandwidth: achieved GB/s over the measured ones. of_roofline: time of
+    the dense roofline over ours, above 1 where less is read than the dense model has; both None for
+    cache-resident models. faster_than: other arms' ms/token over ours. agreeing: tokens up to the
+    first that differs from the dense arm's, None where all arms were fed the same tokens.
+    """
+
+    name: str
+    program: str
+    dtype: str
+    threads: int
+    recorded: bool | None
+    ms_per_token: Spread
+    repeat_medians: list[float]
+    tokens_per_second: float
+    bytes_per_token: float
+    gb_per_second: float
+    of_bandwidth: float | None
+    of_roofline: float | None
+    faster_than: dict[str, float]
+    density: Density | None
+    agreeing: int | None
+    lopsided: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An arm that was asked for and could not run."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All arms of one run.
+
+    read_bandwidth: GB/s, the best of streaming sums between the turns, same threads. roofline_ms:
+    bytes of the dense model over it; no dense engine can be faster. None for cache-resident models
+    (under 4 times the last-level cache), whose bytes do not all come from memory.
+    """
+
+    name: str
+    random_weights: bool
+    dense_bytes: int
+    cache_resident: bool
+    read_bandwidth: float
+    roofline_ms: float | None
+    arms: list[ArmResult]
+    missing: list[Missing]
+    warnings: list[str]
+    conditions: Conditions
+    machine: Machine
+    origin: Origin
+
+    def arm(self, name: str) -> ArmResult:
+        """An arm by name; KeyError if there is none."""
+        for arm in self.arms:
+            if arm.name == name:
+                return arm
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {
+            **asdict(self),
+            "machine": self.machine.to_json(),
+            "origin": self.origin.to_json(),
+        }

@@ -1,0 +1,88 @@
+"""What is measured: a checkpoint, or a named shape filled with random weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dejavu.bench.shapes import SHAPES, hf_config
+from dejavu.errors import InputError
+from dejavu.load import LoadedModel, load_model, random_model
+from dejavu.weights.checkpoint import Checkpoint
+
+RANDOM_NOTICE = "random weights: speed only"
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model to measure. random: nobody trained it, so only its speed means anything."""
+
+    name: str
+    loaded: LoadedModel
+    random: bool
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """Its `config.json`."""
+        return self.loaded.checkpoint.config
+
+
+def open_subject(
+    source: str | os.PathLike[str] | LoadedModel, *, dtype: str = "auto", seed: int = 0
+) -> Subject:
+    """The model of a name in `SHAPES` (auto: bf16), of a checkpoint, or an already loaded one.
+
+    Raises what `load_model` raises.
+    """
+    if isinstance(source, LoadedModel):
+        if dtype not in ("auto", source.dtype):
+            raise InputError(f"dtype {dtype!r}: the model is loaded already, as {source.dtype}")
+        return Subject(str(source.checkpoint.path), source, random=False)
+    if source not in SHAPES or Path(source).exists():
+        return Subject(os.fspath(source), load_model(source, dtype=dtype), random=False)
+    name = os.fspath(source)
+    dtype = "bf16" if dtype == "auto" else dtype
+    return random_subject(name, hf_config(name), dtype=dtype, seed=seed)
+
+
+def random_subject(name: str, config: dict[str, Any], *, dtype: str, seed: int = 0) -> Subject:
+    """A model with the shape of a `config.json` and random weights."""
+    from dejavu.registry import architecture
+
+    parsed = architecture(config.get("model_type")).config_from_hf(config)
+    model = random_model(parsed, dtype=dtype, seed=seed)
+    return Subject(name, LoadedModel(model, Checkpoint(Path(name), config, []), dtype), random=True)
+
+
+def make_prompts(
+    subject: Subject, count: int, length: int, *, text: Path | None = None, seed: int = 0
+) -> list[list[int]]:
+    """`count` prompts of `length` token ids each.
+
+    Of a text where the model has a tokenizer (what a model computes depends on what it reads),
+    random ids where its weights are random. Raises InputError for a text that is too short.
+    """
+    if subject.random or text is None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (count, length)
+        vocab = subject.loaded.model.config.vocab_size
+        ids: list[list[int]] = torch.randint(vocab, shape, generator=generator).tolist()
+        return ids
+    from dejavu.weights.tokenizer import load_tokenizer
+
+    # Six bytes a token and some more: the rest of a long text need not be tokenised.
+    start = text.read_text(encoding="utf-8")[: 8 * count * length + 4096]
+    tokens: Sequence[int] = load_tokenizer(subject.loaded.checkpoint)(
+        start, add_special_tokens=False
+    )["input_ids"]
+    if len(tokens) < count * length:
+        raise InputError(
+            f"{text} has {len(tokens)} tokens; {count} prompts of {length} tokens need more: "
+            "give a longer text, a shorter prompt or fewer repeats"
+        )
+    return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
