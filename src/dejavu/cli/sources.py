@@ -40,9 +40,14 @@ def selector(
     if level != "balanced":
         raise InputError(f"--level {level} is one of a plan's, and no --plan is given")
     if policy is not None:
+        from dejavu.embedded import CALIBRATION_TEXT
         from dejavu.sparsity.policies import parse_policy
 
-        return parse_policy(policy, loaded.model)
+        return parse_policy(
+            policy,
+            loaded.model,
+            lambda: [w[:-1] for w in text_windows(loaded, [CALIBRATION_TEXT], None, 16)],
+        )
     return None
 
 
