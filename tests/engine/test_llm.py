@@ -16,8 +16,8 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.load import load_model
 from dejavu.models.base import DecoderLM
-from dejavu.sparsity.accounting import LayerReads
-from dejavu.sparsity.policy import Points, Selector, Site
+from dejavu.sparsity.meter import MeteredSelector
+from dejavu.sparsity.policy import Points, Site
 from models.tiny import Case, build
 
 from .stub import ScriptedLM, scripted
@@ -383,26 +383,20 @@ def test_real_model_equals_transformers(relu_path: Path) -> None:
         )
 
 
-class Share(Selector):
-    """The first `count` neurons of every layer, for everyone, and a count of them."""
+class Share(MeteredSelector):
+    """The first `count` neurons of every layer but the last, for everyone."""
 
     def __init__(self, model: DecoderLM, count: int) -> None:
+        super().__init__(model.config.num_hidden_layers)
         mask = torch.arange(model.config.intermediate_size) < count
         self._chosen = Selection.from_mask(mask[None])
-        self._counters = torch.zeros(model.config.num_hidden_layers, 3, dtype=torch.int64)
+        self._last = model.config.num_hidden_layers - 1
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        if site is not Site.NEURONS:
+        if site is not Site.NEURONS or layer == self._last:
             return None
-        ops.tally(self._chosen, len(points.source(site, layer)), self._counters[layer])
+        self.meter.tally(site, layer, self._chosen, len(points.source(site, layer)), ops)
         return self._chosen
-
-    def reset(self) -> None:
-        self._counters.zero_()
-
-    def reads(self) -> list[LayerReads]:
-        rows = self._counters[:, 2].clamp(min=1)
-        return [LayerReads(float(n)) for n in self._counters[:, 0] / rows]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -413,9 +407,13 @@ def test_a_policy_reaches_the_model_and_is_reported(relu_path: Path, share: floa
     llm = LLM(model, policy=policy, threads=1)
     params = SamplingParams(max_tokens=12)
     answer = llm.generate("Once upon a time", params)
-    assert answer.density == pytest.approx(share)
-    policy._counters.fill_(1000)  # as if somebody had counted before
-    assert llm.generate("The", params).density == pytest.approx(share)
+    density = (7 * share + 1) / 8
+    assert answer.density == pytest.approx(density)
+    # Counted anew, also where rows come and go.
+    for counter in policy.meter._counters.values():
+        counter.fill_(1000)
+    pair = llm.generate(["The", "A"], [params, SamplingParams(max_tokens=5)])
+    assert [a.density for a in pair] == pytest.approx([density] * 2)
     assert llm.generate("The", SamplingParams(max_tokens=1)).density is None
     dense = LLM(model, threads=1).generate("Once upon a time", params)
     assert dense.density is None

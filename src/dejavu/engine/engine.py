@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dejavu.engine.decode_step import DecodeStep
-from dejavu.engine.density import Metered, neuron_density
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
@@ -25,6 +24,7 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.models.base import Batch
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
+from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Dense, Selector
 
 
@@ -95,7 +95,7 @@ class Engine:
             max_rows=max_batch,
             max_length=max_model_len,
         )
-        self._meter = selector if isinstance(selector, Metered) else None
+        self._meter = selector.meter if isinstance(selector, MeteredSelector) else None
         self._active: dict[Request, tuple[Sampler, frozenset[int]]] = {}  # with its end tokens
 
     @property
@@ -110,11 +110,11 @@ class Engine:
 
     @property
     def density(self) -> float | None:
-        """Share of the neurons that decode steps read since the engine was last idle; None where
-        the selector does not count."""
+        """Share of the neurons that a row used, mean over the decode steps since the engine was
+        last idle; None where the selector does not count."""
         if self._meter is None:
             return None
-        return neuron_density(self._meter.reads(), self._model.config.intermediate_size)
+        return self._meter.density(self._model.config.intermediate_size)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens at which such a request would end at the latest.

@@ -16,8 +16,8 @@ class Completion:
     token_ids: as sampled, the end token included.
     finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens or the context).
     prefill_seconds: computing the prompt and the first token; decode_seconds: all further tokens.
-    density: share of the neurons that decode steps read since the engine was last idle (for one
-        answer alone: its own steps; in a batch: what any row read); None where nobody counted.
+    density: share of the neurons that a row used, mean over the decode steps since the engine was
+        last idle (for an answer alone: its own steps); None where nobody counted.
     """
 
     text: str

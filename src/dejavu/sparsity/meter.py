@@ -40,6 +40,15 @@ class Meter:
         """Entries that a row used, mean over rows and steps, by layer; 0 where nothing selects."""
         return [used / max(rows, 1) for _, used, rows in self._counters[site].tolist()]
 
+    def density(self, neurons: int) -> float:
+        """Share of a layer's `neurons` that a row used, mean over layers, rows and steps.
+
+        Steps may have had any numbers of rows. A layer that never selected has used all.
+        """
+        counted = self._counters[Site.NEURONS].tolist()
+        shares = [used / (rows * neurons) if rows else 1.0 for _, used, rows in counted]
+        return sum(shares) / len(shares)
+
     def reads(self) -> list[LayerReads]:
         """Mean over the steps since the last reset, by layer: what any row of a step read.
 
