@@ -51,8 +51,26 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 
 @contextmanager
-def progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr; yields `update(done, total)`. Silent where stderr is no terminal."""
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of work in stages; yields `update(stage, done, total)`. Where stderr is no terminal,
+    one line a stage."""
+    with progress("") as bar:
+        current = ""
+
+        def update(stage: str, done: int, total: int) -> None:
+            nonlocal current
+            if stage != current and not sys.stderr.isatty():
+                print(stage, file=sys.stderr, flush=True)
+            current = stage
+            bar(done, total, stage)
+
+        yield update
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; yields `update(done, total, description)`. Silent where stderr is no
+    terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -75,7 +93,7 @@ def progress(description: str) -> Iterator[Callable[[int, int], None]]:
     with bar:
         task = bar.add_task(description, total=None)
 
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def update(done: int, total: int, stage: str = description) -> None:
+            bar.update(task, completed=done, total=total, description=stage)
 
         yield update

@@ -64,6 +64,15 @@ def numbers(option: str, value: str) -> tuple[float, ...]:
         raise InputError(f"{option}: {value!r} is not a list of numbers like 0.5,0.2") from error
 
 
+def share(option: str, value: str) -> float:
+    """`1%` or `0.01` as 0.01. Raises InputError naming the option."""
+    text = value.strip()
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError as error:
+        raise InputError(f"{option}: {value!r} is not a share like 1% or 0.01") from error
+
+
 def text_windows(
     loaded: LoadedModel, paths: list[Path], window: int | None, count: int
 ) -> list[Tensor]:
@@ -87,3 +96,8 @@ def text_windows(
         names = ", ".join(str(path) for path in paths)
         raise InputError(f"{names}: not one whole window of {width} tokens; give more text")
     return found
+
+
+def names(value: str) -> list[str]:
+    """`a,b` as its parts."""
+    return [part.strip() for part in value.split(",") if part.strip()]

@@ -27,7 +27,7 @@ from dejavu.weights.files import sha256_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 SEPARATOR = "<|endoftext|>"
 
@@ -160,7 +160,7 @@ class EvalText:
 
 def read_text(
     path: str | Path,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     preset: str | Preset = "documents",
     *,
@@ -267,7 +267,7 @@ def _field(path: Path, number: int, line: str) -> str:
 
 
 def _tokenise(
-    pieces: Sequence[str], joiner: str | None, tokenizer: PreTrainedTokenizerFast
+    pieces: Sequence[str], joiner: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, list[int], list[int]]:
     """The whole text, its token ids, and how many characters the tokens up to each cover."""
     if joiner is not None:
@@ -296,7 +296,7 @@ def _tokenise(
     return "".join(pieces), ids, ends
 
 
-def _start_tokens(kind: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _start_tokens(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if kind == "none":
         return []
     if kind == "bos":

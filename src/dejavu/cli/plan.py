@@ -1,0 +1,150 @@
+"""`dejavu plan`: look at plans and move them to and from the Hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dejavu.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dejavu.predictor.plan import Plan
+
+app = typer.Typer(no_args_is_help=True, help="Look at sparsity plans, push and pull them.")
+
+_PlanArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="Folder, Hub id, or relu-30m (embedded).")
+]
+
+
+@app.command()
+def show(plan: _PlanArgument, json_file: options.Json = None) -> None:
+    """Print what a plan does, layer by layer, and what it was measured to cost.
+
+    Example:
+
+      dejavu plan show relu-30m
+    """
+    from dataclasses import asdict
+
+    from dejavu.cli.output import console, quiet, write_json
+    from dejavu.predictor.plan import load_plan
+
+    loaded = load_plan(plan)
+    if not quiet(json_file):
+        base = loaded.base
+        out = console()
+        out.print(
+            f"plan for [bold]{base.name}[/bold] ({base.model_type}, {base.dtype}, "
+            f"identity {base.identity[:12]})"
+        )
+        out.print(levels_table(loaded))
+        for name in loaded.levels:
+            out.print(_layers_table(loaded, name))
+    write_json(
+        {
+            "base_model": asdict(loaded.base),
+            "levels": {name: asdict(level) for name, level in loaded.levels.items()},
+            "calibration": loaded.calibration,
+            "report": loaded.report,
+        },
+        json_file,
+    )
+
+
+@app.command()
+def push(
+    plan: Annotated[Path, typer.Argument(metavar="FOLDER", help="A plan's folder.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Create it as private.")] = False,
+) -> None:
+    """Upload a plan to the Hugging Face Hub.
+
+    Example:
+
+      dejavu plan push ./opt-1.3b-plan my-org/opt-1.3b-plan
+    """
+    from dejavu.predictor.hub import push_plan
+
+    print(push_plan(plan, repo, private=private))
+
+
+@app.command()
+def pull(
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to write.")],
+) -> None:
+    """Download a plan from the Hugging Face Hub into a folder.
+
+    Example:
+
+      dejavu plan pull my-org/opt-1.3b-plan --out opt-1.3b-plan
+    """
+    from dejavu.predictor.hub import FILES, pull_plan
+    from dejavu.predictor.plan import load_plan
+    from dejavu.weights.files import atomic_folder
+
+    folder = pull_plan(repo)
+    load_plan(folder)
+    with atomic_folder(out) as target:
+        for name in FILES:
+            shutil.copyfile(folder / name, target / name)
+    print(out)
+
+
+def levels_table(plan: Plan) -> Table:
+    """One row a level: what it costs and what it saves."""
+    from rich.table import Table
+
+    table = Table(title="levels")
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("level", "level", str),
+        ("loss allowed", "max_loss", _percent),
+        ("perplexity / dense", "perplexity_ratio", "{:.4f}".format),
+        ("neurons", "neuron_density", _percent),
+        ("heads", "head_density", _percent),
+        ("bytes", "bytes_ratio", _percent),
+        ("tokens/s", "tokens_per_second", "{:.0f}".format),
+    ]
+    for title, _, _ in columns:
+        table.add_column(title, justify="left" if title == "level" else "right")
+    for name, level in plan.levels.items():
+        known: dict[str, Any] = {"level": name, "max_loss": level.max_loss} | level.report
+        table.add_row(
+            *("-" if known.get(key) is None else form(known[key]) for _, key, form in columns)
+        )
+    return table
+
+
+def _layers_table(plan: Plan, name: str) -> Table:
+    from rich.table import Table
+
+    from dejavu.sparsity.policy import Site
+
+    level = plan.levels[name]
+    table = Table(title=f"level {name}")
+    for title in ("layer", "heads", "neurons"):
+        table.add_column(title, justify="right" if title == "layer" else "left")
+    for layer in range(plan.base.num_hidden_layers):
+        cells = []
+        for site in (Site.HEADS, Site.NEURONS):
+            policy = level.policies(site)[layer]
+            text: str = policy.kind
+            if policy.kind == "predictor":
+                source = plan.predictors[site, layer]
+                text = f"rank {source.predictor.rank}, threshold {policy.threshold:.3f}"
+                if source.distance:
+                    text += f", {source.distance:g} block ahead"
+            cells.append(text)
+        table.add_row(str(layer), *cells)
+    return table
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"

@@ -1,0 +1,96 @@
+"""`dejavu prepare`: from a checkpoint to a sparsity plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dejavu.cli import options
+
+
+def prepare(
+    model: options.Model,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN", help="Folder to write.")],
+    text: options.Texts = None,
+    max_loss: Annotated[
+        str, typer.Option("--max-loss", help="Perplexity that the level balanced may cost.")
+    ] = "1%",
+    fast_loss: Annotated[
+        str, typer.Option("--fast-loss", help="Perplexity that the level fast may cost.")
+    ] = "3%",
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Tokens to train predictors on, at most.")
+    ] = None,
+    predictor: Annotated[
+        str, typer.Option("--predictor", help="svd, or paper for the baseline of Deja Vu.")
+    ] = "svd",
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", help="Ranks to try, e.g. 32,64; default: by shape.")
+    ] = None,
+    heads: Annotated[
+        bool, typer.Option("--heads/--no-heads", help="Look for attention heads to skip.")
+    ] = True,
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed and threads, same plan.")] = 0,
+    json_file: options.Json = None,
+) -> None:
+    """Train and calibrate predictors on text, and choose what every layer may skip for a loss.
+
+    Writes the levels exact, balanced and fast with a report. Ctrl-C keeps what is done in
+    PLAN.partial; the same command continues there.
+
+    Examples:
+
+      dejavu prepare relu-30m --out my-plan --text books.txt
+
+      dejavu prepare facebook/opt-1.3b --text c4.txt --out opt-1.3b-plan --max-loss 0.5%
+
+      dejavu prepare ./opt-1.3b-int8 --text c4.txt --out plan --tokens 500000 --no-heads
+    """
+    from dataclasses import asdict, replace
+
+    from dejavu.cli.output import console, quiet, stages, write_json
+    from dejavu.cli.plan import levels_table
+    from dejavu.cli.sources import load, numbers, share, texts
+    from dejavu.embedded import CALIBRATION_TEXT
+    from dejavu.predictor.options import PrepareOptions
+    from dejavu.predictor.prepare import prepare as run
+    from dejavu.weights.tokenizer import load_tokenizer
+
+    asked = PrepareOptions(
+        max_loss=share("--max-loss", max_loss),
+        fast_loss=share("--fast-loss", fast_loss),
+        ranks=None if ranks is None else tuple(int(r) for r in numbers("--ranks", ranks)),
+        heads=heads,
+        kind=predictor,
+        seed=seed,
+        threads=threads,
+    )
+    if tokens is not None:
+        asked = replace(asked, tokens=tokens)
+    loaded = load(model, dtype, threads)
+    with stages() as update:
+        plan = run(
+            loaded,
+            texts(text, CALIBRATION_TEXT),
+            out,
+            tokenizer=load_tokenizer(loaded.checkpoint),
+            options=asked,
+            name=model,
+            progress=update,
+        )
+    if not quiet(json_file):
+        console().print(levels_table(plan))
+        print(out)
+    write_json(
+        {
+            "base_model": asdict(plan.base),
+            "levels": {name: asdict(level) for name, level in plan.levels.items()},
+            "calibration": plan.calibration,
+            "report": plan.report,
+        },
+        json_file,
+    )
