@@ -2,7 +2,7 @@
 
     from dejavu import LLM, SamplingParams
 
-    llm = LLM("relu-30m-folder")
+    llm = LLM("relu-30m")  # the model inside the package; or a folder, a GGUF file, a Hub id
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=40)).text)
 
 Importing this package imports nothing heavy: names are looked up when they are first used.

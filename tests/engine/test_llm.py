@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,21 @@ import torch
 import transformers
 from tokenizers import models, pre_tokenizers, processors
 
-from dejavu import LLM, BackendError, Completion, DejavuError, InputError, SamplingParams
+from dejavu import (
+    LLM,
+    BackendError,
+    Completion,
+    DejavuError,
+    InputError,
+    PlanError,
+    SamplingParams,
+)
 from dejavu.engine.codec import Codec
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.load import load_model
 from dejavu.models.base import DecoderLM
+from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan
 from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Points, Site
 from models.tiny import Case, build
@@ -418,6 +428,40 @@ def test_a_policy_reaches_the_model_and_is_reported(relu_path: Path, share: floa
     dense = LLM(model, threads=1).generate("Once upon a time", params)
     assert dense.density is None
     assert (answer.token_ids == dense.token_ids) == (share == 1.0)
+
+
+def test_a_plan_is_loaded_by_level(relu_path: Path, tmp_path: Path) -> None:
+    model = load_model(relu_path)
+    layers = model.model.config.num_hidden_layers
+    dense, full = (LayerPolicy("dense"),) * layers, (LayerPolicy("full"),) * layers
+    levels = {"exact": Level(0.0, full, dense), "balanced": Level(0.01, dense, dense)}
+    Plan(BaseModel.of(model, "relu-30m"), levels, {}).save(tmp_path / "plan")
+    prompts = ["Once upon a time", "The"]
+    params = SamplingParams(max_tokens=12)
+    plain = LLM(model, threads=1).generate(prompts, params)
+    llm = LLM(relu_path, tmp_path / "plan", level="exact", threads=1)
+    answers = llm.generate(prompts, params)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
+    assert answers[0].density == 1.0, "all neurons are scored, whatever the activation zeroes"
+    with pytest.raises(PlanError, match="'fast'"):
+        LLM(model, tmp_path / "plan", level="fast")
+    llama = build(Case("llama", "llama"), tmp_path / "llama").path
+    word_tokenizer(10).save_pretrained(llama)
+    with pytest.raises(PlanError, match="made for relu-30m"):
+        LLM(llama, tmp_path / "plan")
+
+
+def test_threads_share_an_llm(codec: Codec) -> None:
+    llm, _ = writer(codec, "alpha beta gamma delta")
+
+    def run(number: int) -> str:
+        if number % 3:
+            return "".join(chunk.text for chunk in llm.stream("x"))
+        return llm.generate("x").text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(run, range(30))) == {"alpha beta gamma delta"}
+    assert (llm.engine.running, llm.engine.waiting) == (0, 0)
 
 
 def test_end_tokens_come_from_every_place_that_names_them(tmp_path: Path, relu_path: Path) -> None:

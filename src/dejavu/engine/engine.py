@@ -95,6 +95,8 @@ class Engine:
             max_rows=max_batch,
             max_length=max_model_len,
         )
+        self._seen: Tensor | None = None
+        self._rows: list[NDArray[np.float32]] = []
         self._meter = selector.meter if isinstance(selector, MeteredSelector) else None
         self._active: dict[Request, tuple[Sampler, frozenset[int]]] = {}  # with its end tokens
 
@@ -178,11 +180,13 @@ class Engine:
 
     def _accept(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token from its row; end those that are through."""
-        rows: NDArray[np.float32] = logits.numpy()
-        for request, row in zip(requests, rows, strict=True):
+        if logits is not self._seen:  # a recorded step has one buffer, whose rows are cut once
+            self._seen = logits
+            self._rows = [row[: self.vocab_size] for row in logits.numpy()]
+        for request, row in zip(requests, self._rows, strict=True):
             if request.done:  # aborted while the step ran: a dropped stream, collected as garbage
                 continue
-            if not (math.isfinite(row.min()) and math.isfinite(row.max())):  # NaN shows in both
+            if not _finite(row):
                 self._finish(request, error=_not_finite(request))
                 continue
             sampler, ends = self._active[request]
@@ -212,6 +216,15 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _finite(row: NDArray[np.float32]) -> bool:
+    """Whether no value is NaN or infinite.
+
+    argmin and argmax stop at a NaN, and come without the machinery of NumPy's reductions: after a
+    decode step has swept the caches, `min` and `max` take 80 us, these under 10.
+    """
+    return math.isfinite(row.item(row.argmin())) and math.isfinite(row.item(row.argmax()))
 
 
 def _not_finite(request: Request) -> DejavuError:

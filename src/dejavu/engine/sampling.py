@@ -23,9 +23,8 @@ class Sampler:
     answer does not depend on what is decoded beside it."""
 
     def __init__(self, params: SamplingParams, prompt: tuple[int, ...], vocab_size: int) -> None:
-        """vocab_size: ids that may be sampled lie below it (and so do those of `logit_bias`)."""
+        """vocab_size: of the logits; the ids of `logit_bias` lie below it."""
         self._params = params
-        self._vocab_size = vocab_size
         self._generator: torch.Generator | None = None
         if not params.greedy:
             self._weights = np.empty(vocab_size, dtype=np.float32)
@@ -45,8 +44,9 @@ class Sampler:
             self._bias = np.array(ids), np.array(amounts, dtype=np.float32)
 
     def sample(self, logits: NDArray[np.floating]) -> int:
-        """The next token id, from finite logits `[V]` (left unchanged); enters the history."""
-        scores = self._processed(logits[: self._vocab_size])
+        """The next token id, from finite logits `[vocab_size]` (left unchanged); it enters the
+        history."""
+        scores = self._processed(logits)
         if self._generator is None:
             token = int(scores.argmax())
         else:
@@ -58,7 +58,9 @@ class Sampler:
 
     def _processed(self, logits: NDArray[np.floating]) -> Floats:
         """Logits fp32 with biases and penalties applied; a copy where there are any."""
-        scores = logits.astype(np.float32, copy=self._bias is not None or self._history is not None)
+        if self._bias is None and self._history is None:
+            return logits if logits.dtype == np.float32 else logits.astype(np.float32)
+        scores = logits.astype(np.float32)
         if self._bias is not None:
             ids, amounts = self._bias
             scores[ids] += amounts
