@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
-from dejavu.engine.scheduler import Request
 from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
@@ -240,31 +239,37 @@ def test_abort_anywhere_frees_everything() -> None:
     assert run(engine, [[1]], SamplingParams(max_tokens=3)) == [[10, 11, 12]]
 
 
-def test_abort_in_the_middle_of_a_step() -> None:
+@pytest.mark.parametrize("in_decode", [False, True], ids=["prompt", "decode"])
+def test_abort_in_the_middle_of_a_step(in_decode: bool) -> None:
     """What happens when a dropped stream is collected while a step runs."""
     engine, model = scripted(counting)
-    dropped, kept = engine.add([1], GREEDY), engine.add([1], SamplingParams(max_tokens=5))
-    engine.step()
+    kept, dropped = engine.add([1], SamplingParams(max_tokens=5)), engine.add([1], GREEDY)
+    if in_decode:
+        engine.step()
     model.before = lambda: engine.abort(dropped)
     engine.step()
     model.before = lambda: None
     finish(engine)
-    assert len(dropped.token_ids) == 2
+    assert len(dropped.token_ids) == (2 if in_decode else 0)
     assert kept.token_ids == [10, 11, 12, 13, 14]
 
 
-def test_a_failing_step_can_be_repeated() -> None:
+@pytest.mark.parametrize("forwards", [0, 1, 2, 3])
+def test_an_interrupted_step_can_be_repeated(forwards: int) -> None:
+    """In the first or the second prompt, in the first or a later decode step."""
     engine, model = scripted(counting)
-    requests: list[Request] = [engine.add([1], SamplingParams(max_tokens=4)) for _ in range(2)]
-    engine.step()
+    requests = [engine.add([1], SamplingParams(max_tokens=4)) for _ in range(2)]
+    left = forwards
 
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise KeyboardInterrupt
 
     model.before = interrupt
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    model.before = lambda: None
+        finish(engine)
     finish(engine)
     assert [r.token_ids for r in requests] == [[10, 11, 12, 13]] * 2
 

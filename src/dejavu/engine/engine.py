@@ -157,8 +157,12 @@ class Engine:
         """
         if self._meter is not None and not self.running:
             self._meter.reset()
-        advanced = self._scheduler.admit()
-        for request in advanced:
+        self._scheduler.admit()
+        # Not only those just admitted: an interrupted step may have left some without a token.
+        fresh = [r for r in self._scheduler.running if not r.token_ids]
+        for request in fresh:
+            if request.done:  # see `_accept`
+                continue
             started = perf_counter()
             self._accept([request], self._prefill(request))
             request.prefill_seconds = perf_counter() - started
@@ -169,7 +173,7 @@ class Engine:
             seconds = perf_counter() - started
             for request in rows:
                 request.decode_seconds += seconds
-        return list(dict.fromkeys((*advanced, *rows)))
+        return list(dict.fromkeys((*fresh, *rows)))
 
     def _prefill(self, request: Request) -> Tensor:
         """Logits fp32 `[1, vocab_size]` after the whole prompt, which enters the cache."""
