@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from dejavu.bench.meter import Unrecorded
-from dejavu.engine.density import Metered
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
 from dejavu.kernels.native import NativeOps
 from dejavu.load import LoadedModel
 from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
+from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Dense, Selector
 
 Prompt = Sequence[int]
@@ -71,6 +70,16 @@ class Arm(Protocol):
         ...
 
 
+class _AtOnce(Selector):
+    """Another selector, in a step that goes through Python op by op."""
+
+    capturable = False
+
+    def __init__(self, inner: Selector) -> None:
+        self.select = inner.select  # type: ignore[method-assign]
+        self.observe = inner.observe  # type: ignore[method-assign]
+
+
 class EngineArm:
     """The engine with a selector: dense, exact, forced or a plan, all timed the same way."""
 
@@ -90,7 +99,7 @@ class EngineArm:
         self.model = loaded.model
         self._engine = Engine(
             loaded,
-            selector if recorded else Unrecorded(selector),
+            selector if recorded else _AtOnce(selector),
             threads=ops.threads,
             max_batch=batch,
             max_model_len=max_model_len,
@@ -99,7 +108,7 @@ class EngineArm:
         )
         recorded = recorded and selector.capturable
         notes = []
-        if not isinstance(selector, Dense | Metered):
+        if not isinstance(selector, Dense | MeteredSelector):
             notes.append("does not count what it reads: bytes are the dense model's")
         self.info = ArmInfo(name, "dejavu", loaded.dtype, ops.threads, recorded, notes)
 
@@ -113,7 +122,7 @@ class EngineArm:
         try:
             self._engine.step()  # the prompts, and a first decode step with them
             for done in range(skip + steps):
-                if done == skip and isinstance(self.selector, Metered):
+                if done == skip and isinstance(self.selector, MeteredSelector):
                     self.selector.reset()
                 sampled.append(requests[0].token_ids[-1])
                 if fed is not None:
@@ -129,7 +138,7 @@ class EngineArm:
         for request in requests:
             if request.error is not None:
                 raise request.error
-        reads = list(self.selector.reads()) if isinstance(self.selector, Metered) else None
+        reads = self.selector.reads() if isinstance(self.selector, MeteredSelector) else None
         token_ids = [requests[0].token_ids[0], *sampled]
         return Decoded(seconds, token_ids, self._step_bytes(reads), reads)
 

@@ -16,15 +16,16 @@ from time import sleep
 from dejavu.bench.arms import Arm, Decoded, EngineArm, Prompt
 from dejavu.bench.forced import DEFAULT_RANK, Forced, force
 from dejavu.bench.machine import origin, this_machine
-from dejavu.bench.meter import Exact
-from dejavu.bench.peers import PEERS, open_peer
+from dejavu.bench.peers import PEERS, open_peer, parse_peer
 from dejavu.bench.result import BenchResult, Missing
 from dejavu.bench.subject import Subject, make_prompts, open_subject
 from dejavu.bench.summary import summarize
+from dejavu.config import ModelConfig
 from dejavu.errors import BackendError, InputError
 from dejavu.kernels.native import NativeOps, measure_read_bandwidth
 from dejavu.load import LoadedModel
-from dejavu.sparsity.policy import Dense, Selector
+from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.sparsity.policy import Dense, Selector, Site
 
 Progress = Callable[[int, int], None]  # turns done, turns in all
 
@@ -68,6 +69,8 @@ class BenchOptions:
         for name in ("batch", "prompt_tokens", "new_tokens", "repeats", "rank"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for peer in self.peers:
+            parse_peer(peer)
         if self.skipped < 0:
             raise InputError(f"skipped must not be negative, not {self.skipped}")
 
@@ -192,7 +195,7 @@ def _arms(
     if exact is None:
         exact = model.activation.is_sparse and not subject.random
     if exact:
-        own["exact"] = Exact(model.config)
+        own["exact"] = _exact(model.config)
     own |= selectors
     densities = options.densities
     if densities is None:
@@ -229,6 +232,13 @@ def _arms(
         except BackendError as error:
             missing.append(Missing(name, str(error)))
     return arms, missing
+
+
+def _exact(config: ModelConfig) -> PlanSelector:
+    """All neurons computed; down rows of those that come out zero are not read."""
+    layers = config.num_hidden_layers
+    choices = {(Site.NEURONS, layer): Choice(None) for layer in range(layers)}
+    return PlanSelector(layers, config.intermediate_size, choices)
 
 
 def _correct(arm: EngineArm, forced: Forced, script: _Script) -> None:

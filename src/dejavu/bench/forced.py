@@ -1,10 +1,9 @@
-"""Plans forced to a density on random weights: what a speed costs is real, what it says is not.
+"""Plans forced to a density on random weights: the speed is real, the text means nothing.
 
-Every layer gets a predictor of random int8 matrices in the form that trained ones have (score =
-second (first x) + bias), and a bias calibrated on the model's own inputs so that a neuron's score
-is above 0 as often as asked. Which neurons those are changes from token to token. Predictor,
-selection and sparse kernels then run as they would with a trained plan, and the density is counted
-while they run, never assumed.
+Every layer gets a predictor of random int8 matrices, and biases calibrated on the model's own
+inputs so that a neuron's score is above 0 as often as asked. Which neurons those are changes from
+token to token. From there on it is a plan like any other: the same selector, kernels and meter. The
+density is counted while it runs, never assumed.
 """
 
 from __future__ import annotations
@@ -16,123 +15,77 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from dejavu.bench.meter import MeteredSelector
 from dejavu.config import ModelConfig
 from dejavu.errors import InputError
 from dejavu.kernels.matrix import Matrix
-from dejavu.kernels.ops import Ops, Projection
+from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import LoadedModel
-from dejavu.sparsity.accounting import stored_bytes
+from dejavu.predictor.network import Predictor
+from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.sparsity.policy import Points, Selector, Site
 
 DEFAULT_RANK = 128
-
-
-@dataclass(frozen=True, eq=False)
-class Scorer:
-    """The matrices of a predictor, shared by all densities: int8 `[rank, D]` and `[F, rank]`."""
-
-    first: Matrix
-    second: Matrix
-
-
-def random_scorers(config: ModelConfig, rank: int, *, seed: int = 0) -> list[Scorer]:
-    """One predictor for each layer; scores of normalised inputs have a spread of about 1."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Matrix:
-        data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
-        return Matrix(data, torch.full((rows,), columns**-0.5 / 73.3))  # 73.3: spread of the bytes
-
-    return [
-        Scorer(matrix(rank, config.hidden_size), matrix(config.intermediate_size, rank))
-        for _ in range(config.num_hidden_layers)
-    ]
+_BYTE_SPREAD = 73.3  # standard deviation of uniform bytes from -127 to 127
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Where one layer's scores are cut. bias: fp32 `[F]`, read in place by recorded steps; spread:
-    of the scores about each neuron's mean."""
+    """Where one layer's scores are cut. bias: fp32 `[F]`, a score above 0 is selected. spread: of
+    the scores about each neuron's mean."""
 
     bias: Tensor
     spread: float
 
 
-class Forced(MeteredSelector):
-    """Selects by random predictors whose biases were calibrated to a density."""
+class Forced(PlanSelector):
+    """A plan's selector whose random predictors were calibrated to a density."""
 
-    def __init__(self, scorers: Sequence[Scorer], cuts: Sequence[Cut], density: float) -> None:
-        """density: what was asked for."""
-        super().__init__(len(scorers))
+    def __init__(
+        self,
+        config: ModelConfig,
+        predictors: Sequence[Predictor],
+        cuts: Sequence[Cut],
+        density: float,
+    ) -> None:
+        """density: of neurons, what was asked for."""
+        choices = {
+            (Site.NEURONS, layer): Choice(Predictor(p.first, p.second, cut.bias))
+            for layer, (p, cut) in enumerate(zip(predictors, cuts, strict=True))
+        }
+        super().__init__(config.num_hidden_layers, config.intermediate_size, choices)
         self.density = density
-        self.predictor_bytes = sum(map(stored_bytes, scorers)) + sum(c.bias.nbytes for c in cuts)
-        self._scorers = scorers
-        self._cuts = cuts
-        self._buffers: dict[tuple[int, int], Selection] = {}
+        self._spreads = [cut.spread for cut in cuts]
 
     def correct(self) -> float:
         """Move every layer's threshold by what was counted since the last reset of the meter.
 
-        Other prompts than the calibrated one shift all scores a little; about normal ones go back
-        to the asked density in one or two such steps. Returns the error of the mean density so far.
+        Other tokens than the calibrated ones shift all scores a little; being about normal, they
+        come back to the asked density in a few such steps. Returns the error of the mean density
+        that was counted.
         """
-        neurons = self._scorers[0].second.rows
-        counted = [used / neurons for used in self.meter.used()]
+        counted = [used / self._neurons for used in self.meter.used()]
         if self.density < 1.0:
-            for cut, density in zip(self._cuts, counted, strict=True):
-                away = _z(density, neurons) - _z(self.density, neurons)
-                cut.bias.add_(away * cut.spread)
+            for layer, (spread, density) in enumerate(zip(self._spreads, counted, strict=True)):
+                away = _z(density, self._neurons) - _z(self.density, self._neurons)
+                self._biases[Site.NEURONS, layer].add_(away * spread)  # recorded steps read it
         return abs(sum(counted) / len(counted) - self.density)
 
-    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        """Neurons whose score is above 0."""
-        if site is not Site.NEURONS:
-            return None
-        x = points.source(site, layer)
-        scorer = self._scorers[layer]
-        selection = self._buffer(layer, len(x))
-        (hidden,) = ops.linear(x, [Projection(scorer.first)])
-        ops.select(hidden, scorer.second, self._cuts[layer].bias, out=selection)
-        self.meter.tally(layer, selection, len(x), ops)
-        return selection
 
-    def _buffer(self, layer: int, rows: int) -> Selection:
-        if (layer, rows) not in self._buffers:
-            empty = Selection.empty(self._scorers[layer].second.rows, rows)
-            self._buffers[layer, rows] = self.meter.watch(layer, empty)
-        return self._buffers[layer, rows]
+def random_predictors(config: ModelConfig, rank: int, *, seed: int = 0) -> list[Predictor]:
+    """One for each layer, without bias; scores of normalised inputs have a spread of about 1."""
+    generator = torch.Generator().manual_seed(seed)
 
+    def matrix(rows: int, columns: int) -> Matrix:
+        data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
+        return Matrix(data, torch.full((rows,), columns**-0.5 / _BYTE_SPREAD))
 
-class _Calibrator(Selector):
-    """Sees a whole sequence at once, dense in its prompt and sparse after it as in decoding, and
-    lets each layer keep the asked share of all scores after the prompt.
-
-    A layer is calibrated on the outputs of the sparse layers before it.
-    """
-
-    capturable = False
-
-    def __init__(self, scorers: Sequence[Scorer], density: float, prompt: int) -> None:
-        self._scorers, self._density, self._prompt = scorers, density, prompt
-        self.cuts: list[Cut] = []
-
-    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        if site is not Site.NEURONS:
-            return None
-        scorer = self._scorers[layer]
-        (hidden,) = ops.linear(points.source(site, layer), [Projection(scorer.first)])
-        (scores,) = ops.linear(hidden, [Projection(scorer.second)])
-        decoded = scores[self._prompt :]
-        centre = decoded.mean(dim=0)
-        centred = decoded - centre
-        bias = -centre - _threshold(centred, self._density)
-        self.cuts.append(Cut(bias, float(centred.std())))
-        used = scores + bias > 0
-        used[: self._prompt] = True
-        return Selection.from_mask(used)
+    neurons = config.intermediate_size
+    return [
+        Predictor(matrix(rank, config.hidden_size), matrix(neurons, rank), torch.zeros(neurons))
+        for _ in range(config.num_hidden_layers)
+    ]
 
 
 def force(
@@ -154,15 +107,42 @@ def force(
         if not 0.0 < density <= 1.0:
             raise InputError(f"a density must lie in (0, 1], not {density:g}")
     model = loaded.model
+    predictors = random_predictors(model.config, min(rank, model.config.hidden_size), seed=seed)
     ids = torch.tensor([*prompt, *answer])
-    scorers = random_scorers(model.config, min(rank, model.config.hidden_size), seed=seed)
     forced = []
     for density in densities:
-        calibrator = _Calibrator(scorers, density, len(prompt))
+        calibrator = _Calibrator(predictors, density, len(prompt))
         cache = model.new_cache(len(ids))
         model.logits(ids, cache, calibrator, TorchOps(), last_only=True)
-        forced.append(Forced(scorers, calibrator.cuts, density))
+        forced.append(Forced(model.config, predictors, calibrator.cuts, density))
     return forced
+
+
+class _Calibrator(Selector):
+    """Sees a whole sequence at once, dense in its prompt and sparse after it as in decoding, and
+    lets each layer keep the asked share of all scores after the prompt.
+
+    A layer is calibrated on the outputs of the sparse layers before it.
+    """
+
+    capturable = False
+
+    def __init__(self, predictors: Sequence[Predictor], density: float, prompt: int) -> None:
+        self._predictors, self._density, self._prompt = predictors, density, prompt
+        self.cuts: list[Cut] = []
+
+    def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        if site is not Site.NEURONS:
+            return None
+        scores = self._predictors[layer].scores(points.source(site, layer), ops)
+        decoded = scores[self._prompt :]
+        centre = decoded.mean(dim=0)
+        centred = decoded - centre
+        bias = -centre - _threshold(centred, self._density)
+        self.cuts.append(Cut(bias, float(centred.std())))
+        used = scores + bias > 0
+        used[: self._prompt] = True
+        return Selection.from_mask(used)
 
 
 def _threshold(scores: Tensor, density: float) -> float:

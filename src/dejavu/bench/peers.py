@@ -15,7 +15,7 @@ from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,26 +136,39 @@ class CTranslate2Arm:
 
 _CTRANSLATE2_DTYPES = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16"}
 
-# Each peer with the dtypes that stand nearest to ours, the best first.
-PEERS: dict[str, tuple[Callable[..., Arm], dict[str, str]]] = {
-    "transformers": (TransformersArm, {"fp32": "fp32", "bf16": "bf16", "int8": "bf16"}),
-    "ctranslate2": (CTranslate2Arm, {"fp32": "fp32", "bf16": "int8", "int8": "int8"}),
+
+class Peer(NamedTuple):
+    """open: makes its arm. nearest: the best it can do where our weights are of a dtype."""
+
+    open: Callable[..., Arm]
+    nearest: dict[str, str]
+
+
+PEERS = {
+    "transformers": Peer(TransformersArm, {"fp32": "fp32", "bf16": "bf16", "int8": "bf16"}),
+    "ctranslate2": Peer(CTranslate2Arm, {"fp32": "fp32", "bf16": "int8", "int8": "int8"}),
 }
 
 
-def open_peer(name: str, subject: Subject, *, threads: int) -> Arm:
-    """A peer by name, or as `name:dtype`; without one in the dtype nearest to the subject's.
-
-    Raises InputError for an unknown name or dtype, BackendError where the peer cannot run here.
-    """
+def parse_peer(name: str) -> tuple[str, str | None]:
+    """Program and dtype of `name` or `name:dtype`. Raises InputError for an unknown one."""
     program, _, dtype = name.partition(":")
     if program not in PEERS:
         raise unknown("peer", program, PEERS, InputError)
-    factory, nearest = PEERS[program]
-    dtype = dtype or nearest[subject.loaded.dtype]
-    if dtype not in _CTRANSLATE2_DTYPES or (program == "transformers" and dtype == "int8"):
-        raise InputError(f"peer {name!r}: {program} does not run as {dtype!r}")
-    return factory(subject, dtype=dtype, threads=threads)
+    known = sorted({*PEERS[program].nearest.values(), "fp32", "bf16"})
+    if dtype and dtype not in known:
+        raise unknown(f"dtype of {program}", dtype, known, InputError)
+    return program, dtype or None
+
+
+def open_peer(name: str, subject: Subject, *, threads: int) -> Arm:
+    """A peer as `parse_peer` takes it; without a dtype, in the one nearest to the subject's.
+
+    Raises InputError for an unknown name or dtype, BackendError where the peer cannot run here.
+    """
+    program, dtype = parse_peer(name)
+    peer = PEERS[program]
+    return peer.open(subject, dtype=dtype or peer.nearest[subject.loaded.dtype], threads=threads)
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""Speed over density, with the rooflines drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dejavu.bench.result import BenchResult
+from dejavu.errors import BackendError, InputError
+
+
+def plot_density(result: BenchResult, path: Path) -> None:
+    """Write ms/token of all our arms over the density of bytes; peers are horizontal lines.
+
+    The sloping line is the time that the bytes read need at the measured bandwidth, its right end
+    the dense roofline; neither is drawn for cache-resident models. The suffix of `path` says the
+    format. Raises InputError where no arm has a density, BackendError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendError(
+            "matplotlib is not installed: pip install 'dejavu-llm[plots]'"
+        ) from error
+    own = [(arm, arm.density) for arm in result.arms if arm.density is not None]
+    if not own:
+        raise InputError("no arm of this result has a density to plot")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for arm, density in own:
+        spread = arm.ms_per_token
+        reach = [[spread.median - spread.p10], [spread.p90 - spread.median]]
+        axes.errorbar(density.bytes, spread.median, yerr=reach, fmt="o", capsize=3, color="C0")
+        axes.annotate(
+            f"{arm.name}\n{density.neurons:.0%} of neurons",
+            (density.bytes, spread.median),
+            textcoords="offset points",
+            xytext=(6, 4),
+            fontsize=8,
+        )
+    for number, arm in enumerate(a for a in result.arms if a.density is None):
+        axes.axhline(
+            arm.ms_per_token.median, color=f"C{number + 1}", linestyle="--", label=arm.name
+        )
+    if result.roofline_ms is not None:
+        axes.plot(
+            [0, 1],
+            [0, result.roofline_ms],
+            color="black",
+            linewidth=1,
+            label=f"bytes read / {result.read_bandwidth:.1f} GB/s",
+        )
+        axes.axhline(
+            result.roofline_ms, color="black", linewidth=1, linestyle=":", label="dense roofline"
+        )
+    c = result.conditions
+    weights = ", random weights: speed only" if result.random_weights else ""
+    axes.set_title(f"{result.name}, {c.dtype}, {c.threads} threads{weights}", fontsize=10)
+    axes.set_xlabel("weight bytes read for a token, share of the dense model's")
+    axes.set_ylabel("ms/token")
+    axes.set_xlim(0, 1.25)
+    axes.set_ylim(bottom=0)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

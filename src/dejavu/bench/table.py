@@ -1,0 +1,108 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dejavu.bench.kernels import KernelBench
+from dejavu.bench.result import ArmResult, BenchResult
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def decode_table(result: BenchResult) -> RenderableType:
+    """One line an arm, the conditions above and every warning below."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=_title(result), caption=_caption(result), title_justify="left")
+    table.add_column("arm")
+    for column in (
+        "weights",
+        "ms/token",
+        "p10-p90",
+        "tokens/s",
+        "GB/s",
+        "of read bandwidth",
+        "of dense roofline",
+        "vs dense",
+        "neurons",
+        "bytes",
+    ):
+        table.add_column(column, justify="right")
+    dense = result.arms[0]
+    for arm in result.arms:
+        table.add_row(*_cells(arm, dense, result))
+    return Group(table, *(Text(line, style="yellow") for line in _remarks(result)))
+
+
+def kernel_table(result: KernelBench) -> RenderableType:
+    """One line a density."""
+    from rich.table import Table
+
+    shape = result.shape
+    kind = "gated MLP" if shape.gated else "MLP"
+    table = Table(
+        title=f"{kind} {shape.hidden_size}/{shape.intermediate_size}, {result.dtype}, one row, "
+        f"{result.threads} threads ({result.isa}); read bandwidth {result.read_bandwidth:.1f} GB/s",
+        title_justify="left",
+    )
+    for column in ("density", "us", "p10-p90", "GB/s", "of bandwidth", "vs dense", "warm us"):
+        table.add_column(column, justify="right")
+    for one in result.results:
+        table.add_row(
+            "dense" if one.density == 1.0 else f"{one.density:.0%}",
+            f"{one.us.median:.1f}" + ("" if one.cold else " (cache)"),
+            f"{one.us.p10:.1f}-{one.us.p90:.1f}",
+            f"{one.gb_per_second:.1f}",
+            f"{one.of_bandwidth:.0%}",
+            f"{one.speedup:.2f}x",
+            f"{one.warm_us.median:.1f}",
+        )
+    return table
+
+
+def _title(result: BenchResult) -> str:
+    c = result.conditions
+    weights = ", random weights" if result.random_weights else ""
+    return (
+        f"{result.name}{weights}: {c.dtype}, batch {c.batch}, {c.prompt_tokens} prompt and "
+        f"{c.new_tokens} new tokens x {c.repeats}, {c.threads} threads"
+    )
+
+
+def _caption(result: BenchResult) -> str:
+    rate = f"read {result.read_bandwidth:.1f} GB/s"
+    bandwidth = f"{result.machine.cpu} ({result.conditions.isa}), {rate}"
+    if result.roofline_ms is None:
+        return bandwidth
+    return f"{bandwidth}, dense roofline {result.roofline_ms:.2f} ms/token"
+
+
+def _cells(arm: ArmResult, dense: ArmResult, result: BenchResult) -> Iterator[str]:
+    spread = arm.ms_per_token
+    yield arm.name + ("*" if arm.lopsided else "")
+    yield arm.dtype
+    yield f"{spread.median:.3g}"
+    yield f"{spread.p10:.3g}-{spread.p90:.3g}"
+    yield f"{arm.tokens_per_second:.1f}"
+    yield f"{arm.gb_per_second:.1f}"
+    yield "-" if arm.of_bandwidth is None else f"{arm.of_bandwidth:.0%}"
+    yield "-" if arm.of_roofline is None else f"{arm.of_roofline:.0%}"
+    yield f"{dense.ms_per_token.median / spread.median:.2f}x"
+    yield "-" if arm.density is None else f"{arm.density.neurons:.1%}"
+    yield f"{arm.bytes_per_token * result.conditions.batch / result.dense_bytes:.1%}"
+
+
+def _remarks(result: BenchResult) -> Iterator[str]:
+    yield from result.warnings
+    for arm in result.arms:
+        for difference in arm.lopsided:
+            yield f"* {arm.name}: {difference}"
+        for note in arm.notes:
+            yield f"{arm.name}: {note}"
+    for missing in result.missing:
+        yield f"{missing.name} is missing: {missing.reason}"

@@ -1,0 +1,80 @@
+"""Forced plans: the asked density, other neurons for every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dejavu.bench.forced import force, random_predictors
+from dejavu.bench.subject import make_prompts
+from dejavu.engine.engine import Engine
+from dejavu.engine.params import SamplingParams
+from dejavu.kernels.native import NativeOps
+from dejavu.sparsity.policy import Site
+
+PROMPT, ANSWER = 10, 40
+
+
+def masks(subject, selector, prompt, answer):
+    """bool `[tokens, layers, neurons]` of what the engine's own steps selected."""
+    engine = Engine(
+        subject.loaded, selector, max_batch=1, eos_token_ids=(), ops=NativeOps(1), max_model_len=64
+    )
+    request = engine.add(prompt, SamplingParams(max_tokens=len(answer) + 2, ignore_eos=True))
+    engine.step()
+    found = []
+    for token in answer:
+        request.token_ids[-1] = token
+        engine.step()
+        found.append(
+            torch.stack(
+                [selector._buffers[Site.NEURONS, layer, 1].to_mask(1)[0] for layer in range(3)]
+            ).clone()
+        )
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("asked", [0.05, 0.1, 0.5, 1.0])
+def test_density_and_variety(tiny, asked):
+    prompt = make_prompts(tiny, 1, PROMPT, seed=1)[0]
+    answer = make_prompts(tiny, 1, ANSWER, seed=2)[0]
+    (forced,) = force(tiny.loaded, (asked,), prompt, answer)
+    chosen = masks(tiny, forced, prompt, answer)
+    density = chosen.float().mean().item()
+    assert density == pytest.approx(asked, abs=0.01)
+    forced.reset()
+    if asked < 0.5:
+        kept = (chosen[1:] & chosen[:-1]).sum() / chosen[1:].sum()
+        assert kept < 0.5  # a token shares less than half of its neurons with the one before
+
+
+def test_correction_leads_from_a_wrong_density_to_the_asked_one(tiny):
+    prompt = make_prompts(tiny, 1, PROMPT, seed=1)[0]
+    answer = make_prompts(tiny, 1, ANSWER, seed=2)[0]
+    (forced,) = force(tiny.loaded, (0.3,), prompt, answer)
+    forced.density = 0.1
+    errors = []
+    for _ in range(6):
+        masks(tiny, forced, prompt, answer)
+        errors.append(forced.correct())
+    assert errors[0] > 0.15
+    assert errors[-1] < 0.01
+
+
+def test_predictors_are_int8_and_their_bytes_are_counted(tiny):
+    config = tiny.loaded.model.config
+    predictors = random_predictors(config, 7)
+    assert all(p.first.dtype == p.second.dtype == "int8" and p.rank == 7 for p in predictors)
+    (forced,) = force(tiny.loaded, (0.2,), [1, 2], [3, 4, 5], rank=7)
+    hidden, neurons, layers = 32, 200, 3
+    one = 7 * (hidden + 4) + neurons * (7 + 4) + 4 * neurons
+    assert forced.predictor_bytes == layers * one
+
+
+def test_scores_have_a_spread_of_one(tiny):
+    from dejavu.kernels.reference import TorchOps
+
+    config = tiny.loaded.model.config
+    x = torch.randn(300, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    scores = random_predictors(config, 32)[0].scores(x, TorchOps())
+    assert scores.std().item() == pytest.approx(1.0, abs=0.1)
