@@ -68,11 +68,18 @@ class Matrix:
 
     @staticmethod
     def from_float(weight: Tensor, dtype: str) -> Matrix:
-        """Store fp32 `[rows, columns]` as `dtype`; int8 is symmetric, scale = max|row| / 127."""
+        """Store a float matrix `[rows, columns]` as `dtype`.
+
+        int8 is symmetric, -127..127, scale = largest magnitude of the row / 127, 1 for a row of
+        zeros. A search for the clipping ratio of least squared error was measured and left out: on
+        a ReLU model of 30M and a SwiGLU model of 135M it lowers the error by under 1 % of itself.
+        """
         if dtype != "int8":
             return Matrix(weight.to(WEIGHT_DTYPES[dtype]).contiguous())
         weight = weight.float()
-        peak = weight.abs().amax(dim=1) if weight.numel() else weight.new_zeros(len(weight))
-        scale = torch.where(peak > 0, peak / 127, torch.ones_like(peak))
+        largest = weight.abs().amax(dim=1) if weight.numel() else weight.new_zeros(len(weight))
+        # Below the smallest normal number a quotient by 127 would lose its digits or become 0.
+        scale = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = torch.where(largest > 0, scale, 1.0)
         data = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        return Matrix(data.contiguous(), scale.contiguous())
+        return Matrix(data.contiguous(), scale)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dejavu.errors import CheckpointError, InputError
+from dejavu.kernels.matrix import Matrix
 from dejavu.weights.checkpoint import (
     QUANTIZATION_KEY,
     QUANTIZATION_VERSION,
@@ -49,26 +50,20 @@ def row_dimension(name: str, shape: tuple[int, ...]) -> int | None:
 
 
 def quantize_rows(weight: torch.Tensor, dimension: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a matrix [out, in] to int8 in -127..127, with scale = largest magnitude of a row / 127.
-
-    A search for the clipping ratio of least squared error was measured and left out: for two
-    trained models (ReLU 30M, SwiGLU 135M) it lowered the error by less than 1 % of itself.
+    """Round a matrix [out, in] to int8 rows, by the rule of `Matrix.from_float`.
 
     Args:
         weight: any float dtype.
         dimension: the dimension that counts rows, 0 or 1.
 
     Returns:
-        int8 [out, in] and float32 scales [out, 1] or [1, in]; a row of zeros has scale 1.
+        int8 [out, in] and float32 scales [out, 1] or [1, in].
     """
-    values = weight.float()
-    # A row without elements has no largest one; its sum is the 0 that is wanted.
-    reduce = torch.amax if values.numel() else torch.sum
-    largest = reduce(values.abs(), dim=1 - dimension, keepdim=True)
-    # Below the smallest normal number a quotient by 127 would lose its digits or become 0.
-    scale = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    scale = torch.where(largest > 0, scale, 1.0)
-    return (values / scale).round_().clamp_(-127, 127).to(torch.int8), scale
+    stored = Matrix.from_float(weight if dimension == 0 else weight.t(), "int8")
+    assert stored.scale is not None
+    if dimension == 0:
+        return stored.data, stored.scale[:, None]
+    return stored.data.t().contiguous(), stored.scale[None]
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
