@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dejavu.embedded import NAME, model_path
 from dejavu.errors import BackendError, CheckpointError, InputError
 from dejavu.weights.hub import is_hub_id, snapshot
 from dejavu.weights.identity import identity_of
@@ -122,14 +123,15 @@ def open_checkpoint(source: str | os.PathLike[str], *, revision: str | None = No
     names is there with the tensors the index puts into it once this returns.
 
     Args:
-        source: what exists locally is taken as a path, anything else as a Hub id.
+        source: what exists locally is taken as a path, anything else as a Hub id; the embedded
+            model's name is its folder inside the package.
         revision: branch, tag or commit on the Hub.
 
     Raises:
         InputError: neither a local path nor a possible Hub id, or a file that is not a model.
         CheckpointError: a file or tensor is missing, truncated, unreadable or there twice.
     """
-    name = os.fspath(source)
+    name = model_path(os.fspath(source))
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _open_folder(path)
@@ -140,7 +142,8 @@ def open_checkpoint(source: str | os.PathLike[str], *, revision: str | None = No
     if path.suffix == ".gguf" or not is_hub_id(name):
         raise InputError(
             f"model {name!r}: there is no such file or folder, and it cannot be the id of a model "
-            "on the Hugging Face Hub, which looks like 'org/name'"
+            "on the Hugging Face Hub, which looks like 'org/name' (the model inside this package is "
+            f"{NAME!r})"
         )
     return _open_folder(snapshot(name, revision))
 
