@@ -72,14 +72,15 @@ def documents(texts: Iterable[str | Path]) -> Iterator[str]:
         yield "".join(collected)
 
 
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
 def _lines(path: Path) -> Iterator[str]:
     try:
-        file: IO[str]
-        if path.suffix == ".xz":
-            file = lzma.open(path, "rt", encoding="utf-8")
-        else:
-            file = path.open(encoding="utf-8")
-        with file:
+        with _opened(path) as file:
             yield from file
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
         raise InputError(f"calibration text {path} cannot be read: {error}") from error

@@ -109,7 +109,9 @@ def window_losses(
     return losses
 
 
-def divergence(model: DecoderLM, windows: Tensor, selector: Selector, dense: Tensor, ops: Ops) -> float:
+def divergence(
+    model: DecoderLM, windows: Tensor, selector: Selector, dense: Tensor, ops: Ops
+) -> float:
     """Mean KL divergence in nats a token from the dense model; dense: log-probs `[n, T, V]`."""
     cache = model.new_cache(windows.shape[1] - 1)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Where training starts: the best low-rank stand-in for a layer's own first matrix, then calibrated.
+"""Where training starts: the best low-rank stand-in for a layer's own first matrix, calibrated.
 
 The stand-in is the truncated SVD of the matrix in coordinates in which the inputs are white (the
 idea of SVD-LLM and SVDP), so that the rank is spent on directions that inputs really take.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _PROBIT = 1.7  # a logistic curve is about a normal distribution function of 1.7 times its argument
+_LEAST_NOISE = 0.15  # of the signal: surer starts saturate, and what is saturated learns nothing
 _FLOOR = 1e-6  # of the largest eigenvalue: directions below it are rounding noise
 
 
@@ -71,7 +72,7 @@ def svd_start(
     for rank in ranks:
         noise = projected[:, rank:].square().sum(dim=1).sqrt()
         signal = projected.square().sum(dim=1).sqrt()
-        noise = noise.clamp_(min=1e-2 * float(signal.mean()) + 1e-12)
+        noise = torch.maximum(noise, _LEAST_NOISE * signal + 1e-12)
         # Split the singular values evenly, so that one learning rate suits both stages.
         split = energies[:rank].clamp(min=float(energies[0]) * 1e-12 + 1e-30) ** 0.25
         first = (basis[:, :rank] * split).t() @ unwhiten
@@ -102,7 +103,8 @@ def regression(x: Tensor, y: Tensor, moments: Moments) -> Tensor:
     cross = x.double().t() @ centred / len(x)  # [D, entries]
     ridge = 1e-3 * moments.covariance.diagonal().mean() + 1e-12
     damped = moments.covariance + ridge * torch.eye(len(moments.mean), dtype=torch.float64)
-    return torch.linalg.solve(damped, cross).t().float()
+    fitted: Tensor = torch.linalg.solve(damped, cross)
+    return fitted.t().float()
 
 
 def calibrate(factors: Factors, x: Tensor, weights: Tensor, steps: int = 6) -> Factors:

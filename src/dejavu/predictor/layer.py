@@ -1,0 +1,146 @@
+"""One site of one layer: targets from recorded inputs, training at several ranks, judgement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dejavu.errors import PlanError
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Ops
+from dejavu.predictor.curve import Curve
+from dejavu.predictor.network import Predictor
+from dejavu.predictor.recording import Recorded
+from dejavu.predictor.search import Candidate
+from dejavu.predictor.selector import Key
+from dejavu.predictor.start import (
+    Factors,
+    Moments,
+    calibrate,
+    random_start,
+    regression,
+    svd_start,
+)
+from dejavu.predictor.survey import SiteSurvey
+from dejavu.predictor.training import MAX_WEIGHT, TrainOptions, train
+from dejavu.predictor.worth import Neurons
+from dejavu.sparsity.policy import Site
+
+_CALIBRATION_ROWS = 8192
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is to be learned. neurons: None for heads. price: nats a byte.
+
+    alike: the paper's labels, every active entry (for activations without zeros and for heads:
+    every one worth its price) counts the same.
+    """
+
+    key: Key
+    survey: SiteSurvey
+    price: float
+    neurons: Neurons | None
+    alike: bool = False
+
+    def contributions(self, data: Recorded, rows: Tensor | slice, ops: Ops) -> Tensor:
+        """fp32 `[n, entries]` of recorded tokens."""
+        if self.neurons is None:
+            return data.head_norms[self.key[1]][rows]
+        x = data.inputs[Site.NEURONS, self.key[1]][rows].float()
+        return self.neurons.activations(x, ops).abs_().mul_(self.neurons.norms)
+
+    def weights(self, contributions: Tensor) -> Tensor:
+        """Damage of leaving out over price of reading, fp32 `[n, entries]`; overwrites."""
+        s = self.survey
+        scale = math.sqrt(s.sensitivity / (2 * self.price * s.row_bytes))
+        if not self.alike:
+            return contributions.mul_(scale).square_().clamp_(max=MAX_WEIGHT)
+        sparse = self.neurons is not None and self.neurons.activation.is_sparse
+        return (contributions > (0.0 if sparse else 1 / scale)).float()
+
+
+def learn(
+    task: Task,
+    data: Recorded,
+    held: Recorded,
+    ranks: Sequence[int],
+    distance: float,
+    options: TrainOptions,
+    ops: Ops,
+) -> list[Candidate]:
+    """Train predictors of the ranks on `data`, measure them on `held`."""
+    site, layer = task.key
+    x = data.source(site, layer, distance)
+    assert x is not None
+
+    def weights_of(rows: Tensor) -> Tensor:
+        return task.weights(task.contributions(data, rows, ops))
+
+    starts = _starts(task, x, data, ranks, options.seed, ops)
+    trained = train(x, weights_of, starts, options)
+    found = []
+    for factors in trained:
+        predictor = quantise(factors)
+        if not all(map(_finite, (factors.first, factors.second, factors.bias))):
+            raise PlanError(
+                f"layer {layer}, {site}: training did not converge (rate {options.rate:g}); "
+                "try a lower rate"
+            )
+        found.append(Candidate(predictor, distance, judge(task, predictor, held, distance, ops)))
+    return found
+
+
+def quantise(factors: Factors) -> Predictor:
+    """Both stages int8 with a scale a row."""
+    first = Matrix.from_float(factors.first, "int8")
+    return Predictor(first, Matrix.from_float(factors.second, "int8"), factors.bias.contiguous())
+
+
+def judge(task: Task, predictor: Predictor, held: Recorded, distance: float, ops: Ops) -> Curve:
+    """What a predictor does at every threshold, by the rule that decoding uses."""
+    site, layer = task.key
+    x = held.source(site, layer, distance)
+    assert x is not None
+    curve = Curve()
+    for start in range(0, len(x), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        scores = predictor.scores(x[rows].float(), ops)
+        contributions = task.contributions(held, rows, ops)
+        s = task.survey
+        limit = math.sqrt(2 * task.price * s.row_bytes / s.sensitivity)
+        curve.add(scores, contributions, contributions > limit)
+    return curve
+
+
+def _starts(
+    task: Task, x: Tensor, data: Recorded, ranks: Sequence[int], seed: int, ops: Ops
+) -> list[Factors]:
+    sample = slice(0, _CALIBRATION_ROWS)
+    inputs = x[sample].float()
+    contributions = task.contributions(data, sample, ops)
+    if task.alike:
+        entries, width = contributions.shape[1], x.shape[1]
+        return [random_start(entries, width, rank, seed) for rank in ranks]
+    moments = Moments.of(x)
+    if task.neurons is None:
+        matrix, bias = regression(inputs, contributions, moments), None
+    else:
+        mlp = task.neurons.mlp
+        first = mlp.up if mlp.gate is None else mlp.gate
+        matrix, bias = first.weight.float(), first.bias
+        own = data.inputs[task.key]
+        if own is not x:  # look-ahead: through the best guess of the layer's own input
+            matrix = matrix @ regression(inputs, own[sample].float(), moments)
+    starts = svd_start(matrix, bias, moments, ranks)
+    weights = task.weights(contributions)
+    return [calibrate(start, inputs, weights) for start in starts]
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
