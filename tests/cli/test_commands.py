@@ -1,0 +1,171 @@
+"""Every command on the embedded model, in process, and once with wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dejavu.cli import main
+from dejavu.embedded import MODEL, PLAN
+
+COMMANDS = ["demo", "generate", "chat", "measure", "prepare", "quantize", "eval", "bench"]
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(part) for part in argv])
+    code = stop.value.code
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+def run_json(path: Path, *argv: object) -> dict[str, Any]:
+    assert run(*argv, "--json", path) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert f"dejavu {command}" in capsys.readouterr().out
+
+
+def test_help_is_cheap() -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['dejavu', '--help']\n"
+        "from dejavu.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("dejavu ")
+
+
+def test_generate_streams_and_repeats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("generate", "relu-30m", "--prompt", "Once upon a time", "-n", 12) == 0
+    streamed = capsys.readouterr().out
+    found = run_json(
+        tmp_path / "a.json", "generate", "relu-30m", "--prompt", "Once upon a time", "-n", 12
+    )
+    (completion,) = found["completions"]
+    assert completion["text"] + "\n" == streamed
+    assert completion["finish_reason"] == "length"
+    assert len(completion["token_ids"]) == 12
+
+
+def test_generate_several_with_the_plan(tmp_path: Path) -> None:
+    prompts = ("--prompt", "The old house", "--prompt", "She")
+    found = run_json(
+        tmp_path / "a.json", "generate", "relu-30m", *prompts, "--plan", "relu-30m", "-n", 5
+    )
+    assert [len(c["token_ids"]) for c in found["completions"]] == [5, 5]
+    assert 0.0 < found["completions"][0]["density"] < 0.9
+
+
+def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "relu-30m", "--prompt", "A", "-n", 2, "--json", "-") == 0
+    assert len(json.loads(capsys.readouterr().out)["completions"]) == 1
+
+
+def test_eval_dense_and_with_a_plan(tmp_path: Path) -> None:
+    dense = run_json(tmp_path / "a.json", "eval", "relu-30m", "-n", 300)
+    both = run_json(tmp_path / "b.json", "eval", "relu-30m", "-n", 300, "--plan", "relu-30m")
+    assert both["dense"]["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-6)
+    assert both["ratio"] == pytest.approx(
+        both["sparse"]["perplexity"] / both["dense"]["perplexity"], rel=1e-6
+    )
+    assert both["reads"]["weight_bytes"] < 1.0
+
+
+def test_eval_with_a_policy(tmp_path: Path) -> None:
+    found = run_json(tmp_path / "a.json", "eval", "relu-30m", "-n", 200, "--policy", "oracle")
+    assert found["ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert found["reads"]["neuron_density"] < 0.2
+
+
+def test_measure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    argv = ("measure", "relu-30m", "--windows", 1, "--window", 64, "--densities", "0.2")
+    first = run_json(tmp_path / "a.json", *argv, "--plots", tmp_path / "plots")
+    again = run_json(tmp_path / "b.json", *argv)
+    assert first == again
+    assert list((tmp_path / "plots").glob("*.png"))
+
+
+def test_plan_show(tmp_path: Path) -> None:
+    found = run_json(tmp_path / "a.json", "plan", "show", "relu-30m")
+    assert {"exact", "balanced", "fast"} <= found["levels"].keys()
+
+
+def test_bench(tmp_path: Path) -> None:
+    found = run_json(
+        tmp_path / "a.json",
+        *("bench", "relu-30m", "--plan", "relu-30m", "--levels", "balanced", "--peers", "none"),
+        *("--new-tokens", 2, "--repeats", 1, "--prompt-tokens", 8),
+    )
+    assert [arm["name"] for arm in found["arms"]] == ["dense", "exact", "plan balanced"]
+    assert found["conditions"]["prompt_tokens"] == 8
+
+
+def test_quantize_the_quantised_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("quantize", MODEL, "--out", tmp_path / "q") == 1
+    assert "int8" in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("generate", "no/such/model", "--prompt", "a"), "no such file or folder"),
+        (("generate", "relu-30m"), "--prompt"),
+        (("generate", "relu-30m", "--prompt", "a", "--temperature", "-1"), "temperature"),
+        (("generate", "relu-30m", "--prompt", "a", "--dtype", "fp8"), "fp8"),
+        (("generate", "relu-30m", "--prompt", "a", "--level", "fast"), "plan"),
+        (("generate", "relu-30m", "--prompt", "a", "--plan", "nowhere//x"), "nowhere"),
+        (("generate", "relu-30m", "--prompt", "a", "--plan", str(MODEL)), "plan.json"),
+        (("generate", "relu-30m", "--prompt", "word " * 600), "512"),
+        (("eval", "relu-30m", "--preset", "foo"), "foo"),
+        (("eval", "relu-30m", "--policy", "tpok:keep=0.1"), "topk"),
+        (("eval", "relu-30m", "--plan", "relu-30m", "--level", "turbo"), "balanced"),
+        (("measure", "relu-30m", "--densities", "0.5,x"), "--densities"),
+        (("bench",), "--shape"),
+        (("bench", "--shape", "opt-1.3"), "opt-1.3b"),
+        (("bench", "relu-30m", "--levels", "fast"), "--plan"),
+        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "much"), "--max-loss"),
+        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "-1%"), "max_loss"),
+        (("plan", "show", "nowhere//x"), "nowhere"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
+)
+def test_wrong_input_names_what_is_wrong(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    assert run("generate", "relu-30m", "--no-such-option") == 2
+    assert run("prepare", "relu-30m") == 2
+
+
+def test_embedded_files_fit_the_package() -> None:
+    folder = PLAN.parent
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert size <= 36_000_000
