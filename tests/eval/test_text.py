@@ -85,6 +85,22 @@ def test_wikitext2_as_papers_read_it(tmp_path: Path, tokenizer: Tokenizer) -> No
     )
 
 
+def test_rows_end_at_line_feeds_only(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = read_text(write(tmp_path, "a\r\nb \x0c c\rd\n"), tokenizer, 64, Preset("rows", "|"))
+    assert text.text == "a\r\n|b \x0c c\rd\n"
+
+
+@pytest.mark.parametrize("stride", [None, 5, 1])
+def test_bytes_and_words_do_not_depend_on_the_windows(
+    tmp_path: Path, tokenizer: Tokenizer, stride: int | None
+) -> None:
+    content = "a \x7f\x80 \u07ff\u0800 \uffff\U00010000 the\u00a0cat  \n 🐎🐎\U0010ffff end"
+    path = write(tmp_path, content)
+    text = read_text(path, tokenizer, 64, "whole", window=7, stride=stride)
+    assert text.ids[0] == tokenizer.convert_tokens_to_ids("a")
+    assert text.size() == (len(content.encode()) - 1, len(content.split()) - 1)
+
+
 def test_jsonl_and_compressed(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = "".join(json.dumps({"text": t}) + "\n" for t in ("the cat", "a mat\nsat"))
     bare = read_text(write(tmp_path, lines, "c4.jsonl"), tokenizer, 64)

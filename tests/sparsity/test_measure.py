@@ -221,7 +221,11 @@ def test_natural_arms_and_extremes(opt: Pair) -> None:
     assert everything.ratio == 1.0
     assert everything.density == exact.density
     assert some.ratio != 1.0
-    assert 0 < some.mean_density(Site.NEURONS) < exact.mean_density(Site.NEURONS)
+    scores = [observe_reference(reference, ids)[1] for ids in texts]
+    for layer, share in enumerate(some.density[Site.NEURONS]):
+        above = torch.cat([s[layer] >= 0.5 for s in scores]).double().mean()
+        assert 0.1 < share < active[layer]
+        assert share == pytest.approx(float(above), abs=1e-3)
     assert nothing.density[Site.NEURONS] == [0.0] * LAYERS
     assert nothing.missed_mass[Site.NEURONS] == pytest.approx([1.0] * LAYERS)
     silent = sum(
@@ -524,6 +528,10 @@ def test_overlap_and_flow_of_hostile_inputs() -> None:
     assert overlap.means() == [None]
     overlap.add(0, torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]]))
     assert overlap.means() == [pytest.approx(1 / 3)]
+    flow = ResidualFlow(1)
+    flow.add([torch.tensor([x]) for x in ([2.0, 0.0], [2.0, 4.0], [-1.0, 0.0])])
+    (change,) = flow.means()
+    assert change == pytest.approx((-1.0, 1.5, 2.0, 5 / 20**0.5))
     flow = ResidualFlow(1)
     flow.add([torch.zeros(2, 3)] * 3)
     (change,) = flow.means()
