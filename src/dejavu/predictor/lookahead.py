@@ -18,6 +18,7 @@ from dejavu.predictor.training import TrainOptions
 
 _THRESHOLD = -1.0  # where levels of 1 % loss come to lie
 _NO_WORSE = 0.99
+_JUDGED = 4096  # tokens: enough to compare
 
 
 def best_distance(
@@ -35,6 +36,7 @@ def best_distance(
     threshold and the missed mass at the density of distance 0.
     """
     curves: dict[float, Curve] = {}
+    held = held.first(_JUDGED)
     for distance in sorted(distances):
         if data.source(task.key[0], task.key[1], distance) is not None:
             (found,) = learn(task, data, held, [rank], distance, options, ops)

@@ -31,15 +31,20 @@ class Recorded:
     def source(self, site: Site, layer: int, distance: float) -> Tensor | None:
         """What a look-ahead of 0, 0.5 or 1 block reads; None where no block is that far back, or
         the inputs were not recorded."""
-        place = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
-        key = (Site.NEURONS if place % 2 else Site.HEADS, place // 2)
-        return self.inputs.get(key)
+        return self.inputs.get(source_key(site, layer, distance))
 
-    def free(self, layer: int) -> None:
-        """Forget everything of a layer."""
-        for site in Site:
-            self.inputs.pop((site, layer), None)
-        self.head_norms.pop(layer, None)
+    def first(self, rows: int) -> Recorded:
+        """The first tokens of everything (views)."""
+        return Recorded(
+            {key: x[:rows] for key, x in self.inputs.items()},
+            {layer: norms[:rows] for layer, norms in self.head_norms.items()},
+        )
+
+
+def source_key(site: Site, layer: int, distance: float) -> Key:
+    """Site and layer whose own input a look-ahead reads (a negative layer: there is none)."""
+    place = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+    return (Site.NEURONS if place % 2 else Site.HEADS), place // 2
 
 
 class Recorder(Selector):

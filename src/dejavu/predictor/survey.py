@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,6 +179,6 @@ def _bytes(stored: DecoderLM, site: Site, layer: int) -> tuple[float, float]:
     return group_bytes(block.attention, stored.config.num_key_value_heads), 0.0
 
 
-def heads_pay(entry: SiteSurvey, predictor_bytes: Sequence[float], price: float) -> bool:
-    """Whether even a perfect choice of heads would save more than the smallest predictor reads."""
-    return entry.saved - entry.lost / price > min(predictor_bytes)
+def heads_pay(entry: SiteSurvey, predictor_bytes: float, price: float) -> bool:
+    """Whether even a perfect choice of heads would save more than a small predictor reads."""
+    return entry.saved - entry.lost / price > predictor_bytes
