@@ -119,17 +119,20 @@ class TorchOps:
             cache.values[slots] = v[new]
             keys = cache.keys[blocks].flatten(0, 1)[:end].transpose(0, 1)  # [K, end, d]
             values = cache.values[blocks].flatten(0, 1)[:end].transpose(0, 1)
-            seen = torch.arange(end, device=q.device)
-            visible = seen <= at[:, None]
-            if window is not None:
-                visible &= seen > at[:, None] - window
+            visible = None
+            if span < end or window is not None:
+                seen = torch.arange(end, device=q.device)
+                visible = seen <= at[:, None]
+                if window is not None:
+                    visible &= seen > at[:, None] - window
             heads = F.scaled_dot_product_attention(
                 q[new].transpose(0, 1)[None],
                 keys[None],
                 values[None],
                 attn_mask=visible,
+                is_causal=visible is None,
                 scale=scale,
-                enable_gqa=True,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
             outputs.append(heads[0].transpose(0, 1))
         y = torch.cat(outputs)

@@ -33,10 +33,11 @@ def group_norms(heads: Tensor, o: Tensor, groups: int) -> Tensor:
     The group's own slice of the projection is applied first: a large head output that the
     projection maps to nothing is not a large head.
     """
-    inputs = heads.flatten(1).chunk(groups, dim=1)
-    slices = o.chunk(groups, dim=0)
-    norms = [torch.linalg.vector_norm(x @ w, dim=1) for x, w in zip(inputs, slices, strict=True)]
-    return torch.stack(norms, dim=1)
+    slices = o.view(groups, -1, o.shape[1])  # [groups, c, D]
+    # ||x W||^2 = x (W W^T) x^T: c columns in place of D, a sixteenth of the work for heads of 32.
+    gram = slices @ slices.transpose(1, 2)
+    x = heads.flatten(1).view(len(heads), groups, -1).transpose(0, 1)  # [groups, N, c]
+    return (x @ gram).mul_(x).sum(dim=2).clamp_min_(0.0).sqrt_().t()
 
 
 class Recorder(Selector):
