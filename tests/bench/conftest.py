@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from dejavu.bench.decode import BenchOptions, bench_subject
+from dejavu.bench.decode import bench_subject
+from dejavu.bench.options import BenchOptions
+from dejavu.bench.peers import PeerArm, open_peer
 from dejavu.bench.result import BenchResult
 from dejavu.bench.subject import Subject, random_subject
 
@@ -51,12 +54,25 @@ def gated() -> Subject:
 
 
 @pytest.fixture(scope="session")
+def transformers(tiny: Subject) -> Iterator[PeerArm]:
+    with open_peer("transformers", tiny, threads=1) as arm:
+        yield arm
+
+
+@pytest.fixture(scope="session")
+def ctranslate2(tiny: Subject) -> Iterator[PeerArm]:
+    pytest.importorskip("ctranslate2")
+    with open_peer("ctranslate2:fp32", tiny, threads=1) as arm:
+        yield arm
+
+
+@pytest.fixture(scope="session")
 def result(tiny: Subject) -> BenchResult:
     pytest.importorskip("ctranslate2")
     options = BenchOptions(
         densities=(0.1, 0.4),
         exact=True,
-        peers=("transformers", "ctranslate2:fp32", "ctranslate2:int8"),
+        peers=("transformers", "ctranslate2:int8"),
         threads=1,
         prompt_tokens=12,
         new_tokens=40,

@@ -6,7 +6,6 @@ import pytest
 
 from dejavu.bench.arms import EngineArm
 from dejavu.bench.forced import force
-from dejavu.bench.peers import open_peer
 from dejavu.bench.subject import make_prompts
 from dejavu.kernels.native import NativeOps
 from dejavu.sparsity.policy import Dense, Site
@@ -19,7 +18,7 @@ def arm(subject, selector, **options):
     return EngineArm("ours", subject.loaded, selector, **options)
 
 
-def test_reads_what_it_is_fed(tiny):
+def test_reads_what_it_is_fed(tiny, transformers):
     prompts, fed = make_prompts(tiny, 2, 8, seed=1), make_prompts(tiny, 2, STEPS + SKIP, seed=2)
     ours = arm(tiny, Dense()).decode(prompts, STEPS, skip=SKIP, fed=fed)
     assert len(ours.seconds) == STEPS
@@ -28,8 +27,7 @@ def test_reads_what_it_is_fed(tiny):
         arm(tiny, Dense()).decode([prompt], 1, skip=0, fed=None).token_ids[0] for prompt in prompts
     ]
     read = [[token, *ids] for token, ids in zip(first, fed, strict=True)]
-    peer = open_peer("transformers", tiny, threads=1)
-    theirs = peer.decode(prompts, STEPS, skip=SKIP + 1, fed=read)
+    theirs = transformers.decode(prompts, STEPS, skip=SKIP + 1, fed=read)
     assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)]
     assert (
         ours.token_ids != arm(tiny, Dense()).decode(prompts, STEPS, skip=SKIP, fed=None).token_ids

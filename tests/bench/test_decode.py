@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dejavu.bench import decode, summary
 from dejavu.bench.arms import ArmInfo
-from dejavu.bench.decode import BenchOptions, bench, bench_subject
+from dejavu.bench.decode import bench, bench_subject
+from dejavu.bench.options import BenchOptions
 from dejavu.bench.subject import RANDOM_NOTICE, open_subject
 from dejavu.errors import InputError
 from dejavu.sparsity.policies import parse_policy
@@ -76,7 +77,6 @@ def test_arms_and_their_programs(result):
         ("forced 0.1", "fp32"),
         ("forced 0.4", "fp32"),
         ("transformers fp32", "fp32"),
-        ("CTranslate2 fp32", "fp32"),
         ("CTranslate2 int8", "int8"),
     ]
     assert [arm.recorded for arm in result.arms[:4]] == [True, True, True, False]
@@ -97,8 +97,11 @@ def test_bytes_by_hand(result):
     block = 4 * (hidden * hidden + hidden) + 2 * neurons * hidden + neurons + hidden + 4 * hidden
     dense = 4 * (layers * block + 2 * hidden + vocab * hidden)
     assert result.dense_bytes == dense
-    for name in ("dense", "transformers fp32", "CTranslate2 fp32"):
+    for name in ("dense", "transformers fp32"):
         assert result.arm(name).bytes_per_token == dense
+    int8 = layers * (4 * hidden * (hidden + 4) + 2 * neurons * (hidden + 4)) + vocab * (hidden + 4)
+    vectors = 4 * (layers * (9 * hidden + neurons) + 2 * hidden)
+    assert result.arm("CTranslate2 int8").bytes_per_token == int8 + vectors
     rank = hidden  # never above the width
     predictors = layers * (rank * (hidden + 4) + neurons * (rank + 4) + 4 * neurons)
     arm = result.arm("forced 0.1")
@@ -150,12 +153,11 @@ def test_small_models_get_no_roofline_and_large_ones_do(result, tiny, monkeypatc
     assert dense.of_bandwidth == pytest.approx(dense.of_roofline)
 
 
-def test_trained_models_read_their_own_tokens_and_transformers_says_the_same(tiny):
-    options = replace(QUICK, peers=("transformers",), new_tokens=8, repeats=2, exact=None)
+def test_trained_models_read_their_own_tokens(tiny):
+    options = replace(QUICK, new_tokens=8, repeats=2, exact=None)
     done = bench_subject(replace(tiny, random=False), {}, options)
-    assert [arm.name for arm in done.arms] == ["dense", "exact", "transformers fp32"]
-    assert [arm.agreeing for arm in done.arms[:2]] == [9, 9]
-    assert done.arms[2].agreeing == 8
+    assert [arm.name for arm in done.arms] == ["dense", "exact"]
+    assert [arm.agreeing for arm in done.arms] == [9, 9]
     assert done.conditions.sampling == "greedy"
     assert RANDOM_NOTICE not in done.warnings
 
@@ -183,21 +185,12 @@ def test_selectors_of_the_caller(tiny):
 
 
 def test_peers_that_are_not_installed_are_reported(tiny, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
     done = bench_subject(tiny, {}, replace(QUICK, peers=("ctranslate2",)))
     assert [arm.name for arm in done.arms] == ["dense"]
     (missing,) = done.missing
     assert missing.name == "ctranslate2"
     assert "dejavu-llm[peers]" in missing.reason
-
-
-def test_threads_of_torch_are_put_back(tiny):
-    torch.set_num_threads(2)
-    try:
-        bench_subject(tiny, {}, replace(QUICK, peers=("transformers",)))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_progress_counts_the_turns(tiny):

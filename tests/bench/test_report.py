@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -63,7 +64,7 @@ def test_plot_needs_densities_and_matplotlib(result, tmp_path, monkeypatch):
     bare = [replace(arm, density=None) for arm in result.arms]
     with pytest.raises(InputError, match="density"):
         plot_density(replace(result, arms=bare), tmp_path / "plot.png")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BackendError, match=r"dejavu-llm\[plots\]"):
         plot_density(result, tmp_path / "plot.png")
 

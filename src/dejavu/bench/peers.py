@@ -1,153 +1,36 @@
 """Other programs on the same weights, prompts and threads, and, where they can, the same dtype.
 
-Both get the very weights of our `DecoderLM`, converted in memory. So any checkpoint that we read
-can be compared, and a named shape with random weights too.
+They get our very weights, written as a Hugging Face checkpoint into a temporary folder. So any
+checkpoint that we read can be compared, and a named shape with random weights too. Each runs in a
+process of its own (`peer_worker` says why).
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from inspect import signature
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from dejavu.bench.arms import Arm, ArmInfo, Decoded, Prompt
-from dejavu.bench.hf_model import hf_model, shape_config
+from dejavu.bench.arms import ArmInfo, Decoded, Prompt
+from dejavu.bench.export import export
 from dejavu.bench.subject import Subject
 from dejavu.errors import BackendError, InputError
 from dejavu.registry import unknown
 from dejavu.sparsity.accounting import dense_bytes
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-class TransformersArm:
-    """Hugging Face transformers without compilation: the loop of `generate` over its dynamic cache,
-    without what `generate` adds around it."""
-
-    def __init__(self, subject: Subject, *, dtype: str, threads: int) -> None:
-        """dtype: fp32 or bf16."""
-        model = subject.loaded.model
-        self._model = hf_model(model, subject.hf_config, dtype)
-        self._bytes = dense_bytes(model.weights, dtype)
-        # Its name has changed within a major version.
-        known = signature(self._model.forward).parameters
-        self._cache_argument = "cache" if "cache" in known else "past_key_values"
-        self.info = ArmInfo(f"transformers {dtype}", "transformers eager", dtype, threads)
-
-    @torch.inference_mode()
-    def decode(
-        self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
-    ) -> Decoded:
-        """See `Arm.decode`."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self._model.config)
-        seconds, sampled = [], []
-        with torch_threads(self.info.threads):
-            token = self._next(torch.tensor(prompts), cache)
-            for done in range(skip + steps):
-                sampled.append(int(token[0]))
-                if fed is not None:
-                    token = torch.tensor([[ids[done]] for ids in fed])
-                started = perf_counter()
-                token = self._next(token, cache)
-                if done >= skip:
-                    seconds.append(perf_counter() - started)
-        return Decoded(seconds, sampled, self._bytes)
-
-    def _next(self, ids: Tensor, cache: Any) -> Tensor:
-        """int64 `[B, 1]`: the likeliest tokens after ids `[B, T]`."""
-        logits: Tensor = self._model(ids, use_cache=True, **{self._cache_argument: cache}).logits
-        return logits[:, -1].argmax(dim=-1, keepdim=True)
-
-
-class CTranslate2Arm:
-    """CTranslate2's generator, timed through its callback for each token.
-
-    The first callback comes after the prompt and its first token, so the differences between
-    callbacks are decoding alone. It reads the tokens that it has sampled, whatever is asked: dense
-    as it is, that does not change its time.
-    """
-
-    def __init__(self, subject: Subject, *, dtype: str, threads: int) -> None:
-        """dtype: int8, fp32, or bf16 where the CPU supports it.
-
-        Raises BackendError for a dtype or a model that it does not support.
-        """
-        ctranslate2 = _package("ctranslate2", "peers")
-        kind = _CTRANSLATE2_DTYPES[dtype]
-        if kind not in ctranslate2.get_supported_compute_types("cpu"):
-            raise BackendError(f"CTranslate2 does not compute in {kind} on this CPU")
-        model = subject.loaded.model
-        with tempfile.TemporaryDirectory(prefix="dejavu-bench-") as folder:
-            converted = Path(folder) / "converted"
-            _convert(subject, Path(folder), converted, kind)
-            self._generator = ctranslate2.Generator(
-                str(converted), device="cpu", compute_type=kind, intra_threads=threads
-            )
-        self._bytes = dense_bytes(model.weights, dtype)
-        self.info = ArmInfo(
-            f"CTranslate2 {dtype}",
-            f"CTranslate2 {self._generator.compute_type}",
-            dtype,
-            threads,
-            notes=["reads its own tokens"],
-        )
-
-    def decode(
-        self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
-    ) -> Decoded:
-        """See `Arm.decode`."""
-        times: list[float] = []
-        sampled: list[int] = []
-
-        def note(step: Any) -> bool:
-            if step.batch_id == 0:
-                times.append(perf_counter())
-                sampled.append(int(step.token_id))
-            return False  # go on
-
-        length = 1 + skip + steps
-        self._generator.generate_batch(
-            [[_token(i) for i in prompt] for prompt in prompts],
-            max_length=length,
-            min_length=length,
-            end_token=[],
-            beam_size=1,
-            include_prompt_in_result=False,
-            callback=note,
-        )
-        if len(times) != length:
-            raise BackendError(f"CTranslate2 made {len(times)} tokens, asked for were {length}")
-        seconds = [later - sooner for sooner, later in pairwise(times)]
-        return Decoded(seconds[skip:], sampled, self._bytes)
-
-
-_CTRANSLATE2_DTYPES = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16"}
-
-
-class Peer(NamedTuple):
-    """open: makes its arm. nearest: the best it can do where our weights are of a dtype."""
-
-    open: Callable[..., Arm]
-    nearest: dict[str, str]
-
-
+# Each peer, and the best it can do where our weights are of a dtype.
 PEERS = {
-    "transformers": Peer(TransformersArm, {"fp32": "fp32", "bf16": "bf16", "int8": "bf16"}),
-    "ctranslate2": Peer(CTranslate2Arm, {"fp32": "fp32", "bf16": "int8", "int8": "int8"}),
+    "transformers": {"fp32": "fp32", "bf16": "bf16", "int8": "bf16"},
+    "ctranslate2": {"fp32": "fp32", "bf16": "int8", "int8": "int8"},
 }
+_TITLES = {"transformers": "transformers", "ctranslate2": "CTranslate2"}
+_NOTES = {"ctranslate2": ["reads its own tokens"]}
 
 
 def parse_peer(name: str) -> tuple[str, str | None]:
@@ -155,73 +38,95 @@ def parse_peer(name: str) -> tuple[str, str | None]:
     program, _, dtype = name.partition(":")
     if program not in PEERS:
         raise unknown("peer", program, PEERS, InputError)
-    known = sorted({*PEERS[program].nearest.values(), "fp32", "bf16"})
+    known = sorted({*PEERS[program].values(), "fp32", "bf16"})
     if dtype and dtype not in known:
         raise unknown(f"dtype of {program}", dtype, known, InputError)
     return program, dtype or None
 
 
-def open_peer(name: str, subject: Subject, *, threads: int) -> Arm:
+@contextmanager
+def open_peer(name: str, subject: Subject, *, threads: int) -> Iterator[PeerArm]:
     """A peer as `parse_peer` takes it; without a dtype, in the one nearest to the subject's.
 
     Raises InputError for an unknown name or dtype, BackendError where the peer cannot run here.
     """
     program, dtype = parse_peer(name)
-    peer = PEERS[program]
-    return peer.open(subject, dtype=dtype or peer.nearest[subject.loaded.dtype], threads=threads)
+    if find_spec(program) is None:
+        raise BackendError(f"{program} is not installed: pip install 'dejavu-llm[peers]'")
+    with _Worker() as worker:
+        yield PeerArm(
+            worker, subject, program, dtype or PEERS[program][subject.loaded.dtype], threads
+        )
 
 
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """So many threads for torch's operators; the number is the process's, so it is put back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+class PeerArm:
+    """A program in another process as an arm."""
+
+    def __init__(
+        self, worker: _Worker, subject: Subject, program: str, dtype: str, threads: int
+    ) -> None:
+        """Load it. Raises BackendError where it cannot be."""
+        model = subject.loaded.model
+        # bf16 halves what is written; only fp32 weights would lose by it.
+        written = "fp32" if "fp32" in (dtype, subject.loaded.dtype) else "bf16"
+        with tempfile.TemporaryDirectory(prefix="dejavu-bench-") as folder:
+            export(model, subject.hf_config, Path(folder), written)
+            loaded = worker.ask(program=program, folder=folder, dtype=dtype, threads=threads)
+        self._worker = worker
+        self._bytes = dense_bytes(model.weights, dtype)
+        notes = list(_NOTES.get(program, ()))
+        self.info = ArmInfo(
+            f"{_TITLES[program]} {dtype}", loaded["label"], dtype, threads, notes=notes
+        )
+
+    def decode(
+        self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
+    ) -> Decoded:
+        """See `Arm.decode`. Raises BackendError where the program fails."""
+        turn = self._worker.ask(prompts=prompts, steps=skip + steps, fed=fed)
+        return Decoded(turn["seconds"][skip:], turn["token_ids"], self._bytes)
 
 
-def _convert(subject: Subject, folder: Path, converted: Path, kind: str) -> None:
-    """Write a CTranslate2 model; its converter reads the config from disk, the weights from us."""
-    from ctranslate2.converters import TransformersConverter
+class _Worker:
+    """A running `peer_worker`."""
 
-    class InMemory(TransformersConverter):  # type: ignore[misc]
-        def load_model(self, *_: Any, **__: Any) -> PreTrainedModel:
-            # bf16 halves what the conversion holds at a time; only fp32 weights lose by it.
-            dtype = "fp32" if subject.loaded.dtype == "fp32" else "bf16"
-            return hf_model(subject.loaded.model, subject.hf_config, dtype)
+    def __enter__(self) -> _Worker:
+        self._said = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dejavu.bench.peer_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            encoding="utf-8",
+        )
+        return self
 
-        def load_tokenizer(self, *_: Any, **__: Any) -> _Numbers:
-            return _Numbers(subject.loaded.model.config.vocab_size)
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
 
-    config = json.dumps(shape_config(subject.hf_config))
-    (folder / "config.json").write_text(config, encoding="utf-8")
-    try:
-        InMemory(str(folder)).convert(str(converted), quantization=kind)
-    except (ValueError, NotImplementedError, KeyError, AttributeError) as error:
-        raise BackendError(f"CTranslate2 does not convert this model: {error}") from error
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer. Raises BackendError for an error in it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise BackendError(f"its process has ended: {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BackendError(answer["error"])
+        return answer
 
-
-class _Numbers:
-    """A tokenizer whose tokens are the ids themselves."""
-
-    bos_token = eos_token = unk_token = "0"
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def get_vocab(self) -> dict[str, int]:
-        return {_token(i): i for i in range(self._size)}
-
-
-def _token(number: int) -> str:
-    return str(number)
-
-
-def _package(name: str, extra: str) -> Any:
-    """An optional package. Raises BackendError that says how to get it."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise BackendError(f"{name} is not installed: pip install 'dejavu-llm[{extra}]'") from error
+    def _last_words(self) -> str:
+        """The last line on the process's stderr, and its exit status."""
+        status = self._process.wait()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"exit status {status}")

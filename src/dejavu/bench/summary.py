@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from dejavu.bench.arms import Arm, ArmInfo, Decoded, EngineArm
 from dejavu.bench.forced import Forced
 from dejavu.bench.machine import Machine, Origin
+from dejavu.bench.options import BenchOptions
 from dejavu.bench.result import ArmResult, BenchResult, Conditions, Density, Missing
 from dejavu.bench.spread import Spread
 from dejavu.bench.subject import RANDOM_NOTICE, Subject
 from dejavu.kernels.native import NativeOps
 from dejavu.sparsity.accounting import LayerReads, dense_bytes
 from dejavu.sparsity.policy import Dense
-
-if TYPE_CHECKING:
-    from dejavu.bench.decode import BenchOptions
 
 _BUSY = 0.25  # load average over cores, before the run
 

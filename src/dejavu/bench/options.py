@@ -1,0 +1,52 @@
+"""What a benchmark runs, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dejavu.bench.forced import DEFAULT_RANK
+from dejavu.bench.peers import PEERS, parse_peer
+from dejavu.errors import InputError
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to run beside the dense arm, and how.
+
+    densities: of neurons, a forced arm each; default: 0.1 on random weights, else none.
+    exact: an arm that skips what the model itself zeroes; default: where the model is trained and
+        has a ReLU.
+    peers: other programs, as `peers.open_peer` takes them. One that cannot run here is reported.
+    threads, isa: of our kernels and the peers; default: all physical cores, the best set.
+    batch: sequences decoded together. prompt_tokens: fewer where the context is short.
+    skipped: untimed steps at the start of each turn, while threads wake and caches fill.
+    rank: of forced predictors.
+    at_once: names of our arms whose steps shall not be replayed from a recording.
+    text: of the prompts, where weights are not random; default: random ids.
+    """
+
+    densities: Sequence[float] | None = None
+    exact: bool | None = None
+    peers: Sequence[str] = tuple(PEERS)
+    threads: int | None = None
+    isa: str | None = None
+    batch: int = 1
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    skipped: int = 4
+    repeats: int = 5
+    rank: int = DEFAULT_RANK
+    at_once: Sequence[str] = ()
+    text: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt_tokens", "new_tokens", "repeats", "rank"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for peer in self.peers:
+            parse_peer(peer)
+        if self.skipped < 0:
+            raise InputError(f"skipped must not be negative, not {self.skipped}")

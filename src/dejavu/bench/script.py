@@ -1,0 +1,54 @@
+"""What the arms of a benchmark read."""
+
+from __future__ import annotations
+
+from dejavu.bench.arms import Arm, Decoded, Prompt
+from dejavu.bench.options import BenchOptions
+from dejavu.bench.subject import Subject, make_prompts
+from dejavu.errors import InputError
+
+
+class Script:
+    """What the arms read: the same in every arm, other tokens in every repeat.
+
+    Trained weights continue prompts of a text, each repeat its own. Random ones are fed random
+    tokens after a prompt that stays (see `Arm.decode`): attention spreads a common part over the
+    whole answer, and densities would follow the prompt.
+    """
+
+    def __init__(self, subject: Subject, options: BenchOptions) -> None:
+        self._options = options
+        steps = options.skipped + options.new_tokens
+        context = subject.loaded.model.config.context_length
+        self.prompt_tokens = min(options.prompt_tokens, context - steps - 3)
+        if self.prompt_tokens < 1:
+            raise InputError(
+                f"new_tokens {options.new_tokens} does not fit into the context of {context} "
+                "tokens together with a prompt"
+            )
+        self.max_model_len = self.prompt_tokens + steps + 3
+        batch, repeats, seed = options.batch, options.repeats, options.seed
+        self.fed: list[list[list[int]]] | None = None
+        if subject.random:
+            self._prompts = [make_prompts(subject, batch, self.prompt_tokens, seed=seed)] * repeats
+            self.fed = [
+                make_prompts(subject, batch, steps, seed=seed + 1 + repeat)
+                for repeat in range(repeats)
+            ]
+        else:
+            ids = make_prompts(subject, batch * repeats, self.prompt_tokens, text=options.text)
+            self._prompts = [ids[i * batch : (i + 1) * batch] for i in range(repeats)]
+
+    @property
+    def first_prompt(self) -> Prompt:
+        """Of the first sequence in the first repeat."""
+        return self._prompts[0][0]
+
+    def play(self, arm: Arm, repeat: int) -> Decoded:
+        """One turn of an arm."""
+        return arm.decode(
+            self._prompts[repeat],
+            self._options.new_tokens,
+            skip=self._options.skipped,
+            fed=None if self.fed is None else self.fed[repeat],
+        )
