@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from dejavu.load import LoadedModel, load_model
+from dejavu.predictor.options import PrepareOptions
 
 VOCAB, WIDTH, NEURONS, LAYERS, HEADS = 64, 32, 128, 2, 4
 OPT = {
@@ -36,6 +37,18 @@ LLAMA = {
 }
 
 
+OPTIONS = PrepareOptions(
+    tokens=4096,
+    held_out=1024,
+    window=32,
+    epochs=4.0,
+    ranks=(4, 8),
+    heads=False,
+    lookahead=(0.0,),
+    measure_cost=False,
+)
+
+
 class Characters:
     """One token a character."""
 
@@ -46,7 +59,7 @@ class Characters:
         return [2 + ord(c) % (VOCAB - 2) for c in text]
 
 
-def text(characters: int = 6000, seed: int = 0) -> str:
+def text(characters: int = 20_000, seed: int = 0) -> str:
     """Words over few letters: a text that the first token of says little about the next."""
     generator = torch.Generator().manual_seed(seed)
     letters = torch.randint(0, 26, (characters,), generator=generator).tolist()
@@ -54,11 +67,18 @@ def text(characters: int = 6000, seed: int = 0) -> str:
 
 
 def save(
-    folder: Path, seed: int = 0, *, rank: int = 4, offset: float = -1.2, dead_layer: int | None = None
+    folder: Path,
+    seed: int = 0,
+    *,
+    rank: int = 4,
+    offset: float = -1.2,
+    dead_layer: int | None = None,
+    idle_heads: bool = False,
 ) -> Path:
     """An OPT whose first MLP matrices have `rank` directions and biases around `offset`.
 
-    dead_layer: biases of this layer are so low that no neuron is ever active.
+    dead_layer: biases of this layer are so low that no neuron is ever active. idle_heads: all heads
+    but the first hardly add anything.
     """
     config = transformers.OPTConfig(**OPT)
     model = transformers.OPTForCausalLM(config).float()
@@ -68,13 +88,17 @@ def save(
         return torch.randn(shape, generator=generator)
 
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for _name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 parameter.copy_(0.25 * normal(*parameter.shape))
         for number, layer in enumerate(model.model.decoder.layers):
-            layer.fc1.weight.copy_(normal(NEURONS, rank) @ normal(rank, WIDTH) / (rank * WIDTH) ** 0.5)
+            layer.fc1.weight.copy_(
+                normal(NEURONS, rank) @ normal(rank, WIDTH) / (rank * WIDTH) ** 0.5
+            )
             layer.fc1.bias.copy_(offset + 0.2 * normal(NEURONS))
             layer.fc2.weight.copy_(0.3 * normal(WIDTH, NEURONS))
+            if idle_heads:
+                layer.self_attn.out_proj.weight[:, WIDTH // HEADS :] *= 1e-3
             if number == dead_layer:
                 layer.fc1.bias.fill_(-1e4)
     model.save_pretrained(folder)

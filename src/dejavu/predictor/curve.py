@@ -43,10 +43,12 @@ class Curve:
         empty = torch.zeros(len(_COLUMNS), _BINS, dtype=torch.float64)
         self.table = empty if table is None else table
         self.rows = rows
+        self._above: list[list[float]] | None = None
 
     def add(self, scores: Tensor, contributions: Tensor, worthy: Tensor) -> None:
         """Count scores and contributions fp32 `[N, entries]`, worthy bool `[N, entries]`."""
         self.rows += len(scores)
+        self._above = None
         bins = ((scores - LOW) / STEP).floor_().clamp_(-1, _BINS - 2).add_(1).long().flatten()
         c = contributions.flatten().double()
         columns = (None, (c != 0).double(), worthy.flatten().double(), c.square(), c)
@@ -55,11 +57,11 @@ class Curve:
 
     def at(self, threshold: float, sensitivity: float) -> Figures:
         """Figures at a threshold (taken at the nearest bin edge, LOW to HIGH)."""
+        if self._above is None:  # sums over a bin and those above it, one list a bin
+            self._above = self.table.flip(1).cumsum(1).flip(1).t().tolist()
         place = round((min(max(threshold, LOW), HIGH) - LOW) / STEP) + 1
-        above = self.table[:, place:].sum(dim=1).tolist()
-        total = self.table.sum(dim=1).tolist()
-        kept = dict(zip(_COLUMNS, above, strict=True))
-        all_ = dict(zip(_COLUMNS, total, strict=True))
+        kept = dict(zip(_COLUMNS, self._above[place], strict=True))
+        all_ = dict(zip(_COLUMNS, self._above[0], strict=True))
 
         def share(part: float, whole: float) -> float:
             return part / whole if whole > 0 else 1.0

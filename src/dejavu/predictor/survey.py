@@ -160,7 +160,7 @@ def _groups(
 
 
 def _check(squares: Squares, site: Site, layer: int) -> None:
-    if not math.isfinite(squares.total):
+    if not squares.finite:
         raise PlanError(
             f"layer {layer}, {site}: activations are not finite (NaN or Inf) on the calibration "
             "text: the weights are damaged, or too large for their dtype"

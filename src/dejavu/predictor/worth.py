@@ -57,10 +57,12 @@ class Squares:
         self._counts = torch.zeros(_BINS, dtype=torch.float64)
         self._sums = torch.zeros(_BINS, dtype=torch.float64)
         self.rows = 0
+        self.finite = True
 
     def add(self, squares: Tensor) -> None:
         """Count fp32 `[N, entries]`; zeros are left out, they cost nothing."""
         self.rows += len(squares)
+        self.finite &= bool(torch.isfinite(squares).all())
         values = squares[squares > 0]
         bins = (values.log2().sub_(_LOW).mul_(_OCTAVE)).long().clamp_(0, _BINS - 1)
         self._counts += torch.bincount(bins, minlength=_BINS)

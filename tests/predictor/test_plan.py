@@ -1,0 +1,206 @@
+"""Plans on disk and at work: what is saved is what runs, and damage never passes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dejavu.errors import DejavuError, PlanError
+from dejavu.kernels.reference import TorchOps
+from dejavu.load import LoadedModel
+from dejavu.predictor import plan as plan_module
+from dejavu.predictor.plan import LayerPolicy, Level, Plan, load_plan
+from dejavu.sparsity.policy import Dense, Selector
+
+from . import tiny
+
+
+@pytest.fixture
+def copy(plan_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plan_folder, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Any) -> None:
+    path = folder / "plan.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def logits(loaded: LoadedModel, selector: Selector, count: int = 24, seed: int = 0) -> torch.Tensor:
+    ids = torch.randint(2, 60, (count,), generator=torch.Generator().manual_seed(seed))
+    return loaded.model.logits(ids, loaded.model.new_cache(count), selector, TorchOps())
+
+
+def test_a_plan_comes_back_as_it_was_saved(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "again")
+    again = load_plan(tmp_path / "again")
+    assert again.base == plan.base
+    assert again.levels == plan.levels
+    assert again.calibration == plan.calibration
+    assert again.report == plan.report
+    assert again.predictors.keys() == plan.predictors.keys() != set()
+    for key, source in plan.predictors.items():
+        other = again.predictors[key]
+        assert other.distance == source.distance
+        for part in ("first", "second"):
+            mine, theirs = getattr(source.predictor, part), getattr(other.predictor, part)
+            assert mine.dtype == theirs.dtype == "int8"
+            assert torch.equal(mine.data, theirs.data)
+            assert torch.equal(mine.scale, theirs.scale)
+        assert torch.equal(source.predictor.bias, other.predictor.bias)
+    assert sorted(p.name for p in (tmp_path / "again").iterdir()) == [
+        "plan.json",
+        "predictors.safetensors",
+    ]
+
+
+def test_any_flipped_byte_of_the_predictors_is_refused(copy: Path) -> None:
+    path = copy / "predictors.safetensors"
+    good = path.read_bytes()
+    for place in (8, len(good) // 2, len(good) - 1):
+        bad = bytearray(good)
+        bad[place] ^= 1
+        path.write_bytes(bad)
+        with pytest.raises(PlanError, match=r"predictors\.safetensors is damaged"):
+            load_plan(copy)
+    path.unlink()
+    with pytest.raises(PlanError, match=r"predictors\.safetensors cannot be read"):
+        load_plan(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format_version=99), "format_version is 99"),
+        (lambda c: c.pop("levels"), "levels"),
+        (lambda c: c["base_model"].pop("identity"), "identity"),
+        (lambda c: c["levels"]["balanced"]["neurons"].pop(), "1 neurons policies for 2"),
+        (lambda c: c["levels"]["exact"]["neurons"][0].update(kind="odd"), "odd"),
+        (lambda c: c["predictors"].pop("neurons.1"), r"lacks the predictor neurons\.1"),
+        (lambda c: c["predictors"].update({"neurons.7": {"distance": 0}}), r"neurons\.7"),
+    ],
+)
+def test_a_wrong_field_is_named(copy: Path, change: Any, message: str) -> None:
+    edit(copy, change)
+    with pytest.raises(PlanError, match=message):
+        load_plan(copy)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "nonsense"])
+def test_what_is_no_plan_is_named(copy: Path, content: str) -> None:
+    (copy / "plan.json").write_text(content)
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        load_plan(copy)
+
+
+def test_an_unknown_level_lists_those_that_exist(plan: Plan, loaded: LoadedModel) -> None:
+    with pytest.raises(
+        PlanError, match=r"'balancd'; did you mean 'balanced'\?.*balanced, exact, fast"
+    ):
+        plan.selector(loaded, "balancd")
+
+
+def test_another_model_is_refused_and_both_are_named(plan: Plan, tmp_path: Path) -> None:
+    other = tiny.load(tiny.save(tmp_path / "other", seed=5))
+    with pytest.raises(PlanError, match=r"made for tiny.*other"):
+        plan.selector(other)
+
+
+def test_another_dtype_of_the_same_model_runs_with_a_notice(
+    plan: Plan, loaded: LoadedModel, folder: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan.selector(loaded)
+    narrow = tiny.load(folder, dtype="int8")
+    with pytest.warns(UserWarning, match=r"fp32 weights and runs on int8"):
+        selector = plan.selector(narrow)
+    dense, sparse = logits(narrow, Dense()), logits(narrow, selector)
+    assert (dense - sparse).norm() < 0.5 * dense.norm()
+
+
+def test_the_exact_level_is_the_dense_model(plan: Plan, loaded: LoadedModel) -> None:
+    exact = plan.selector(loaded, "exact")
+    assert torch.equal(logits(loaded, exact), logits(loaded, Dense()))
+    assert exact.predictor_bytes == 0
+
+
+def moved(plan: Plan, threshold: float) -> Plan:
+    policies = (LayerPolicy("predictor", threshold),) * tiny.LAYERS
+    level = Level(0.01, policies, (LayerPolicy(),) * tiny.LAYERS)
+    return replace(plan, levels={"moved": level})
+
+
+def test_a_threshold_below_all_scores_is_dense(plan: Plan, loaded: LoadedModel) -> None:
+    everything = moved(plan, -1e6).selector(loaded, "moved")
+    assert torch.equal(logits(loaded, everything), logits(loaded, Dense()))
+    assert everything.meter.density(tiny.NEURONS) == 1.0
+
+
+def test_a_threshold_above_all_scores_leaves_the_bias(plan: Plan, loaded: LoadedModel) -> None:
+    nothing = moved(plan, 1e6).selector(loaded, "moved")
+
+    class Middle(Selector):
+        def __init__(self) -> None:
+            self.streams: list[torch.Tensor] = []
+
+        def select(self, *args: Any) -> Any:
+            return nothing.select(*args)
+
+        def observe(self, stage: Any, layer: int, value: torch.Tensor) -> None:
+            if stage in ("block_input", "block_middle"):
+                self.streams.append(value)
+
+    watch = Middle()
+    logits(loaded, watch)
+    for layer, block in enumerate(loaded.model.weights.blocks):
+        middle, after = watch.streams[2 * layer + 1 : 2 * layer + 3]
+        assert block.mlp.down.bias is not None
+        torch.testing.assert_close(after, middle + block.mlp.down.bias)
+    assert nothing.meter.density(tiny.NEURONS) == 0.0
+
+
+def test_rows_select_for_themselves(plan: Plan, loaded: LoadedModel) -> None:
+    """A forward over a sequence agrees with one token at a time."""
+    from dejavu.models.base import Batch
+
+    selector = plan.selector(loaded, "fast")
+    together = logits(loaded, selector, 12)
+    ids = torch.randint(2, 60, (12,), generator=torch.Generator().manual_seed(0))
+    cache = loaded.model.new_cache(12)
+    alone = plan.selector(loaded, "fast")
+    for n, token in enumerate(ids):
+        batch = Batch(
+            token[None],
+            torch.tensor([n]),
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([n + 1], dtype=torch.int32),
+        )
+        row = loaded.model.forward(batch, cache, alone, TorchOps())[0]
+        torch.testing.assert_close(row, together[n], rtol=1e-4, atol=1e-4)
+    assert alone.meter.used() == selector.meter.used()
+
+
+def test_a_failing_save_keeps_the_old_plan(
+    plan: Plan, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {p.name: p.read_bytes() for p in copy.iterdir()}
+
+    def full(path: Path, *args: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan_module, "write_safetensors", full)
+    with pytest.raises(DejavuError, match="No space left"):
+        plan.save(copy)
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == before
+    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
