@@ -140,6 +140,30 @@ def observe_reference(reference: Reference, ids: Tensor) -> tuple[float, dict, d
     return run_reference(reference, ids, look), neurons, heads
 
 
+@torch.inference_mode()
+def reference_stream(reference: Reference, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The residual stream `[N, D]` after attention and after the MLP of each layer."""
+    middle: list[Tensor] = []
+    after: list[Tensor] = []
+    is_opt = reference.config.model_type == "opt"
+    layers = reference.model.decoder.layers if is_opt else reference.model.layers
+    handles = []
+    for layer in layers:
+        norm = layer.final_layer_norm if is_opt else layer.post_attention_layernorm
+        handles.append(norm.register_forward_pre_hook(lambda _, x: middle.append(x[0])))
+        handles.append(
+            layer.register_forward_hook(
+                lambda *at: after.append(at[2][0] if isinstance(at[2], tuple) else at[2])
+            )
+        )
+    reference(ids[None, :-1])
+    for handle in handles:
+        handle.remove()
+    width = reference.config.hidden_size
+    pairs = zip(middle, after, strict=True)
+    return [(m.reshape(-1, width), a.reshape(-1, width)) for m, a in pairs]
+
+
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_recorder_sees_what_transformers_compute(name: str, request: pytest.FixtureRequest) -> None:
     model, reference = request.getfixturevalue(name)
@@ -149,13 +173,16 @@ def test_recorder_sees_what_transformers_compute(name: str, request: pytest.Fixt
     with torch.inference_mode():
         model.logits(ids[:-1], model.new_cache(20), recorder, TorchOps())
     assert len(recorder.residuals) == 2 * LAYERS + 1
-    for layer in range(LAYERS):
-        torch.testing.assert_close(
-            recorder.scores(Site.NEURONS, layer), neurons[layer], rtol=1e-4, atol=1e-5
-        )
-        torch.testing.assert_close(
-            recorder.scores(Site.HEADS, layer), heads[layer], rtol=1e-4, atol=1e-5
-        )
+    for layer, (middle, after) in enumerate(reference_stream(reference, ids)):
+        for site, scores, stream in (
+            (Site.HEADS, heads[layer], middle),
+            (Site.NEURONS, neurons[layer], after),
+        ):
+            torch.testing.assert_close(recorder.scores(site, layer), scores, rtol=1e-4, atol=1e-5)
+            relative = scores / stream.norm(dim=1, keepdim=True)
+            torch.testing.assert_close(
+                recorder.relative_scores(site, layer), relative, rtol=1e-4, atol=1e-5
+            )
 
 
 @torch.inference_mode()
@@ -240,28 +267,34 @@ def test_natural_arms_and_extremes(opt: Pair) -> None:
             assert part.loss != m.loss or kind == "neurons"  # 60 % may hold all active neurons
 
 
-def test_missed_mass_and_global_budget(opt: Pair) -> None:
+@pytest.mark.parametrize("budget", ["global", "relative"])
+def test_missed_mass_and_one_threshold_for_all_layers(opt: Pair, budget: str) -> None:
     model, reference = opt
     texts = windows([31, 31], seed=5)
-    scores = [observe_reference(reference, ids)[1] for ids in texts]
-    stacked = torch.stack([torch.cat([s[i] for s in scores]) for i in range(LAYERS)])
+    seen = [observe_reference(reference, ids)[1] for ids in texts]
+    scores = torch.stack([torch.cat([s[i] for s in seen]) for i in range(LAYERS)])
     options = MeasureOptions(densities=(0.2,), parts=("neurons",), static=())
     m = measure(model, texts, options=options)
     (uniform,) = m.find("true", budget="uniform")
-    top = stacked.topk(kept(0.2, NEURONS), dim=2).values.sum(dim=(1, 2))
-    missed = 1 - top / stacked.sum(dim=(1, 2))
+    top = scores.topk(kept(0.2, NEURONS), dim=2).values.sum(dim=(1, 2))
+    missed = 1 - top / scores.sum(dim=(1, 2))
     assert uniform.missed_mass[Site.NEURONS] == pytest.approx(missed.tolist(), abs=1e-5)
-    (shared,) = m.find("true", budget="global")
-    threshold = stacked.flatten().topk(int(0.2 * stacked.numel())).values[-1]
-    wanted = (stacked >= threshold).float().mean(dim=(1, 2))
+
+    (shared,) = m.find("true", budget=budget)
+    if budget == "relative":
+        streams = [reference_stream(reference, ids) for ids in texts]
+        norms = [torch.cat([s[i][1].norm(dim=1) for s in streams]) for i in range(LAYERS)]
+        scores = scores / torch.stack(norms)[..., None]
+    threshold = scores.flatten().topk(int(0.2 * scores.numel())).values[-1]
+    wanted = (scores >= threshold).float().mean(dim=(1, 2))
     # The threshold may be one bin, 1/128 of its value, above the exact one.
-    low = (stacked >= threshold * (1 + 1 / 64)).float().mean(dim=(1, 2))
+    low = (scores >= threshold * (1 + 1 / 64)).float().mean(dim=(1, 2))
     for got, upper, lower in zip(shared.density[Site.NEURONS], wanted, low, strict=True):
         assert lower - 1e-6 <= got <= upper + 1e-6
     assert shared.density[Site.NEURONS] != pytest.approx([0.2] * LAYERS, abs=1e-3)
 
 
-@pytest.mark.parametrize("budget", ["uniform", "global"])
+@pytest.mark.parametrize("budget", ["uniform", "global", "relative"])
 @pytest.mark.parametrize("text", ["other", "same"])
 def test_static_choice(opt: Pair, budget: str, text: str) -> None:
     """The parts with the largest mean, on the text that the rule names."""
@@ -276,6 +309,10 @@ def test_static_choice(opt: Pair, budget: str, text: str) -> None:
 
     chosen_on = others if text == "other" else texts
     seen = [observe_reference(reference, ids)[1] for ids in chosen_on]
+    if budget == "relative":
+        for scores, ids in zip(seen, chosen_on, strict=True):
+            for i, (_, after) in enumerate(reference_stream(reference, ids)):
+                scores[i] = scores[i] / after.norm(dim=1, keepdim=True)
     mean = torch.stack([torch.cat([s[i] for s in seen]).mean(dim=0) for i in range(LAYERS)])
     mask = torch.zeros_like(mean)
     if budget == "uniform":
@@ -400,7 +437,7 @@ def test_same_input_same_json(opt: Pair) -> None:
     document = json.loads(text)
     assert document["options"]["densities"] == [1.0, 0.3]
     assert document["tokens"] == 48
-    assert len(document["arms"]) == 1 + 3 + 3 * 2 * 3 * 2
+    assert len(document["arms"]) == 1 + 3 + 3 * 3 * 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from dejavu.sparsity.policy import Site
 from dejavu.sparsity.record import Recorder
 from dejavu.sparsity.replay import Masks
 
-Importance = Mapping[Site, Tensor]  # [layers, entries]: how much each matters on average
+Scale = tuple[Site, bool]  # whether scores are relative to the stream
+Importance = Mapping[Scale, Tensor]  # [layers, entries]: how much each matters on average
 
 
 def arms(options: MeasureOptions) -> Iterator[Arm]:
@@ -33,14 +34,14 @@ def arms(options: MeasureOptions) -> Iterator[Arm]:
 class Choices:
     """The masks of any arm for one recorded window.
 
-    histograms: of the tested text, for `true` arms with a global budget. importance: by rule
+    histograms: of the tested text, for `true` arms with one threshold. importance: by rule
     (`static`, `static-same`).
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        histograms: Mapping[Site, Histogram],
+        histograms: Mapping[Scale, Histogram],
         importance: Mapping[str, Importance],
     ) -> None:
         self._recorder = recorder
@@ -64,11 +65,14 @@ class Choices:
         scores = self._recorder.scores(site, layer)
         if arm.rule == "threshold":
             return scores >= arm.target
+        scale = site, arm.budget == "relative"
         if arm.rule != "true":
-            importance = self._importance[arm.rule][site]
+            importance = self._importance[arm.rule][scale]
             return _static_mask(importance, arm, layer).expand(len(scores), -1)
-        if arm.budget == "global":
-            return scores >= self._histograms[site].threshold(arm.target)
+        if arm.budget != "uniform":
+            if arm.budget == "relative":
+                scores = self._recorder.relative_scores(site, layer)
+            return scores >= self._histograms[scale].threshold(arm.target)
         if (site, layer) not in self._ranks:
             self._ranks[site, layer] = ranks(scores)
         return self._ranks[site, layer] < kept(arm.target, scores.shape[1])

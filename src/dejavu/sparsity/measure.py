@@ -3,6 +3,10 @@
 First pass: run the model in full and note what mattered to each token. Second pass: run it again
 with only that, and see what the loss of the rest costs. Static pruning, the same parts for every
 token, is tested beside it at equal density: the difference is what context is worth.
+
+The masks of the second pass come from the dense run and carry some of what it knew: with heads left
+out, dropping the neurons that were idle in the dense run as well even lowers the loss. So a true
+arm is a bound; a selector that must choose on its own sparse trajectory is judged by `dejavu.eval`.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ def _natural(m: Measurement) -> Table:
 def _densities(m: Measurement) -> Table:
     table = Table(
         title="Perplexity / dense when only a share is kept",
-        caption="Uniform: of every layer. Global: of all layers together, by one threshold; where "
-        "fewer are not zero, those.",
+        caption="Uniform: of every layer. Global, relative: of all layers together, by one "
+        "threshold on contributions, or on contributions over the norm of the stream. `at`: the "
+        "share kept where it is another than asked, as a threshold never reaches down to zeros.",
     )
     for name in ("kept", "chosen", "budget"):
         table.add_column(name)
@@ -85,7 +86,11 @@ def _share(value: float | None) -> str:
 
 
 def _brief(result: ArmResult) -> str:
-    return f"{result.ratio:.3f}" if result.ratio < 100 else f"{result.ratio:.0f}"
+    ratio = f"{result.ratio:.3f}" if result.ratio < 100 else f"{result.ratio:.0f}"
+    kept, asked = result.mean_density(result.arm.sites[0]), result.arm.target
+    # Heads come in few pieces, and one threshold for all layers never reaches down to zeros.
+    exact = asked is None or abs(kept - asked) < 0.05 * asked
+    return ratio if exact else f"{ratio} at {kept:.1%}"
 
 
 def _ratio(result: ArmResult) -> str:

@@ -16,7 +16,7 @@ PARTS = {
     "heads": (Site.HEADS,),
     "both": (Site.NEURONS, Site.HEADS),
 }
-BUDGETS = ("uniform", "global")
+BUDGETS = ("uniform", "global", "relative")
 STATIC = ("other", "same")
 
 
@@ -24,8 +24,9 @@ STATIC = ("other", "same")
 class MeasureOptions:
     """Which questions to ask. Every arm costs one forward a window.
 
-    densities: shares kept, of each layer (budget `uniform`) or of all layers together by one
-    threshold (budget `global`), for neurons, heads or both (`parts`).
+    densities: shares kept, for neurons, heads or both (`parts`). budgets: a density is that of each
+    layer (`uniform`), or of all layers together by one threshold on contributions (`global`) or on
+    contributions over the norm of the residual stream (`relative`).
     thresholds: neurons whose contribution is under it are dropped.
     static: texts on which static pruning chooses its neurons and heads: `other` text than it is
     tested on, or the `same`.

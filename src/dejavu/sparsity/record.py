@@ -75,6 +75,15 @@ class Recorder(Selector):
             return self.head_norms[layer]
         return self.activations[layer].abs().mul_(self._down_norms[layer])
 
+    def relative_scores(self, site: Site, layer: int) -> Tensor:
+        """The same over the norm of the stream that comes out, token by token.
+
+        The stream grows along the layers, so the same addition means less to a later one.
+        """
+        after = self.residuals[2 * layer + (2 if site == Site.NEURONS else 1)]
+        norms: Tensor = torch.linalg.vector_norm(after, dim=1, keepdim=True)
+        return self.scores(site, layer) / norms.clamp_(min=1e-30)
+
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         if site == Site.NEURONS:
             x = points.source(site, layer)

@@ -12,14 +12,16 @@ from dejavu.sparsity.policy import Site
 from dejavu.sparsity.record import Recorder
 from dejavu.sparsity.similarity import Overlap, ResidualFlow
 
+SCALES = [(site, relative) for site in Site for relative in (False, True)]
 ActiveSets = dict[Site, list[Tensor]]  # bool [N, entries] of each layer
 
 
 class Survey:
     """Sums over the windows of one text.
 
-    histograms: of the scores (contributions of neurons, output norms of heads) by site.
-    importance: by site fp64 `[layers, entries]`, scores summed over tokens.
+    histograms: of the scores (contributions of neurons, output norms of heads), by site and by
+    whether they are relative to the stream.
+    importance: by the same fp64 `[layers, entries]`, scores summed over tokens.
     """
 
     def __init__(self, model: ModelView[Cache], options: MeasureOptions) -> None:
@@ -29,10 +31,10 @@ class Survey:
         self._layers = layers = c.num_hidden_layers
         self._entries = {Site.NEURONS: c.intermediate_size, Site.HEADS: c.num_key_value_heads}
         self.tokens = 0
-        self.histograms = {site: Histogram(layers) for site in self._entries}
+        self.histograms = {(site, scale): Histogram(layers) for site, scale in SCALES}
         self.importance = {
-            site: torch.zeros(layers, entries, dtype=torch.float64)
-            for site, entries in self._entries.items()
+            (site, scale): torch.zeros(layers, self._entries[site], dtype=torch.float64)
+            for site, scale in SCALES
         }
         self._active = [0] * layers
         self._for_mass = {site: [0] * layers for site in self._entries}
@@ -57,8 +59,8 @@ class Survey:
             self._active[layer] += int(nonzero.sum())
             for site in self._entries:
                 scores = recorder.scores(site, layer)
-                self.histograms[site].add(layer, scores)
-                self.importance[site][layer] += scores.sum(dim=0, dtype=torch.float64)
+                self._rate(site, layer, False, scores)
+                self._rate(site, layer, True, recorder.relative_scores(site, layer))
                 count = mass_count(scores, self._options.mass)
                 self._for_mass[site][layer] += int(count.sum())
                 by_zero = self._sparse and site == Site.NEURONS
@@ -66,6 +68,10 @@ class Survey:
                 self._compare(site, layer, active, None if other is None else other[site][layer])
                 found[site].append(active)
         return found
+
+    def _rate(self, site: Site, layer: int, relative: bool, scores: Tensor) -> None:
+        self.histograms[site, relative].add(layer, scores)
+        self.importance[site, relative][layer] += scores.sum(dim=0, dtype=torch.float64)
 
     def _compare(self, site: Site, layer: int, active: Tensor, other: Tensor | None) -> None:
         overlaps = self._overlaps[site]
