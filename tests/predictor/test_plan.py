@@ -204,3 +204,27 @@ def test_a_failing_save_keeps_the_old_plan(
         plan.save(copy)
     assert {p.name: p.read_bytes() for p in copy.iterdir()} == before
     assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+
+
+def test_a_recorded_step_selects_as_the_reference_does(plan: Plan, loaded: LoadedModel) -> None:
+    """On the compiled kernels, replayed: the same neurons, the same logits within rounding."""
+    from dejavu.engine.decode_step import DecodeStep
+    from dejavu.engine.scheduler import Request
+    from dejavu.errors import BackendError
+    from dejavu.kernels.native import NativeOps
+
+    try:
+        ops = NativeOps(threads=1)
+    except BackendError:
+        pytest.skip("needs the compiled kernels, which this installation does not have")
+    ids = torch.randint(2, 60, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference = plan.selector(loaded)
+    expected = logits(loaded, reference, 12)
+    selector, cache = plan.selector(loaded), loaded.model.new_cache(32)
+    assert selector.capturable
+    step = DecodeStep(loaded.model, cache, selector, ops, max_rows=1, max_length=32)
+    request = Request((), 32, blocks=[0])
+    for n, token in enumerate(ids):
+        request.token_ids.append(token)
+        torch.testing.assert_close(step.run([request])[0], expected[n], rtol=1e-3, atol=1e-3)
+    assert selector.meter.used() == reference.meter.used()

@@ -111,6 +111,7 @@ class Search:
         self._places = places
         self._price = price
         self._timings = timings
+        self._ratio = 1.0  # of measured loss over predicted damage, as last seen
         self.chosen: dict[Key, Candidate] = {}
 
     def choose_candidates(self, nats: float, budget: float = math.inf) -> None:
@@ -158,18 +159,19 @@ class Search:
         allowed = math.log1p(max_loss)
         exact = self.exact()
         best = Found(None, exact, Mean(0.0, 0.0))
-        low, high, ratio = LOW, HIGH, 1.0
+        low, high = LOW, HIGH
         for _ in range(_TRIALS):
-            threshold = self._threshold_for(allowed * 0.97 / ratio, low, high)
+            threshold = self._threshold_for(allowed * 0.97 / self._ratio, low, high)
             policies = self.policies(threshold)
             if policies == exact:  # no predictor pays at this price: a higher one may
                 low = threshold
                 if high - low <= STEP:
                     break
-                ratio *= 0.5
+                self._ratio *= 0.5
                 continue
             loss = evaluate(policies, self.chosen)
             bound = loss.value + (loss.error or 0.0)
+            self._ratio = max(bound, 0.05 * allowed) / max(self._nats(policies), 1e-9)
             if bound <= allowed:
                 best, low = Found(threshold, policies, loss), threshold
                 if bound >= _CLOSE * allowed:
@@ -178,7 +180,6 @@ class Search:
                 high = threshold
             if high - low <= STEP:
                 break
-            ratio = max(bound, 0.05 * allowed) / max(self._nats(policies), 1e-9)
         return best
 
     def _threshold_for(self, nats: float, low: float, high: float) -> float:

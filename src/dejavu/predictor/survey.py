@@ -31,6 +31,7 @@ from dejavu.sparsity.policy import Site
 from dejavu.sparsity.replay import Replay
 
 PROBE_TOKENS = 2048  # that sensitivities are measured on
+_PROBE_LOGITS = 1 << 27  # numbers: half a GiB of log-probabilities at most
 _SAMPLE = 4096  # tokens whose contributions are counted
 # Perfect selection may take this share of the allowed loss: predictors make the price bind long
 # before, and training aims best near the price that is used in the end.
@@ -92,7 +93,8 @@ def make_survey(
     model: what is run; stored: the same with matrices as they are stored, for bytes. Raises
     PlanError naming a layer in which nothing ever contributes.
     """
-    probes = windows[: max(1, PROBE_TOKENS // (windows.shape[1] - 1))]
+    tokens = min(PROBE_TOKENS, _PROBE_LOGITS // model.config.vocab_size)
+    probes = windows[: max(1, tokens // (windows.shape[1] - 1))]
     dense = log_probabilities(model, probes, ops)
     layers = range(model.config.num_hidden_layers)
     entries: dict[Key, Entries] = {}
