@@ -27,6 +27,8 @@ from dejavu.load import LoadedModel
 from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.sparsity.policy import Dense, Selector, Site
 
+__all__ = ["BenchOptions", "bench", "bench_subject"]
+
 Progress = Callable[[int, int], None]  # turns done, turns in all
 
 _REST = 0.2  # seconds; libgomp gives up spinning within milliseconds

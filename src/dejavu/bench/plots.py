@@ -26,7 +26,8 @@ def plot_density(result: BenchResult, path: Path) -> None:
         raise InputError("no arm of this result has a density to plot")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for arm, density in own:
+    own.sort(key=lambda pair: pair[1].bytes)
+    for place, (arm, density) in enumerate(own):
         spread = arm.ms_per_token
         reach = [[spread.median - spread.p10], [spread.p90 - spread.median]]
         axes.errorbar(density.bytes, spread.median, yerr=reach, fmt="o", capsize=3, color="C0")
@@ -34,7 +35,7 @@ def plot_density(result: BenchResult, path: Path) -> None:
             f"{arm.name}\n{density.neurons:.0%} of neurons",
             (density.bytes, spread.median),
             textcoords="offset points",
-            xytext=(6, 4),
+            xytext=(8, 6 if place % 2 else -26),  # neighbours may lie close together
             fontsize=8,
         )
     for number, arm in enumerate(a for a in result.arms if a.density is None):
