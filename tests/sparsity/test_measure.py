@@ -491,6 +491,16 @@ def test_tables_show_every_layer_and_arm(small: Measurement) -> None:
         assert f"{result.ratio:.3f}" in text or f"{result.ratio:.0f}" in text
 
 
+@pytest.mark.filterwarnings("error")
+def test_little_asked_little_shown(opt: Pair, tmp_path: Path) -> None:
+    options = MeasureOptions(densities=(), thresholds=(), distances=())
+    m = measure(opt[0], windows([5]), options=options)
+    assert len(m.arms) == 1
+    assert [table.row_count for table in tables(m)] == [LAYERS, 1, 0]
+    pytest.importorskip("matplotlib")
+    assert len(save_plots(m, tmp_path)) == 4
+
+
 def test_plots_leave_matplotlib_alone(small: Measurement, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     before, pyplot = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dejavu.errors import InputError
-from dejavu.sparsity.measurement import Measurement
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.measurement import ArmResult, Measurement
 from dejavu.weights.files import atomic_write
 
 if TYPE_CHECKING:
@@ -49,23 +48,28 @@ def save_plots(measurement: Measurement, folder: str | os.PathLike[str]) -> list
 
 
 def _density(figure: Figure, m: Measurement) -> None:
-    """Perplexity over dense against the density really kept, a panel for neurons, heads, both."""
-    panels = [(parts, site) for parts, site in _PANELS.items() if parts in m.options.parts]
-    for place, (parts, site) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, len(panels), place)
+    """Perplexity over dense, a panel for neurons, heads and both."""
+    lines = {}
+    for place, parts in enumerate(m.options.parts, 1):
+        axes = figure.add_subplot(1, len(m.options.parts), place)
         for rule, style in _STYLES.items():
             for color, budget in enumerate(m.options.budgets):
                 results = m.find(rule, parts, budget)
-                density = [result.mean_density(site) for result in results]
+                density = [_place(result) for result in results]
                 ratios = [result.ratio for result in results]
                 if results:
-                    label = f"{rule}, {budget}"
-                    axes.plot(density, ratios, style, color=f"C{color}", label=label, markersize=4)
-        axes.set(title=parts, xlabel="density", ylabel="perplexity / dense", yscale="log")
-        axes.legend(fontsize="small")
+                    (line,) = axes.plot(density, ratios, style, color=f"C{color}", markersize=4)
+                    lines[f"{rule}, {budget}"] = line
+        kind = "asked" if parts == "both" else "kept"
+        axes.set(title=parts, xlabel=f"density {kind}", ylabel="perplexity / dense", yscale="log")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center")
 
 
-_PANELS = {"neurons": Site.NEURONS, "heads": Site.HEADS, "both": Site.NEURONS}
+def _place(result: ArmResult) -> float:
+    """Density really kept; as asked where neurons and heads may differ in it."""
+    if result.arm.parts == "both":
+        return result.arm.target or 0.0
+    return result.mean_density(*result.arm.sites)
 
 
 def _layers(figure: Figure, m: Measurement) -> None:
@@ -90,8 +94,10 @@ def _overlap(figure: Figure, m: Measurement) -> None:
         if (other := layer.neuron_overlap["other"]) is not None:
             axes.axhline(other, color=color, linestyle=":", linewidth=1)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(m.options.distances, [str(distance) for distance in m.options.distances])
+    axes.minorticks_off()
     axes.set_title("solid: same text; dotted: another text")
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(loc="outside right center", ncols=-(-len(m.layers) // 16))
 
 
 def _residual(figure: Figure, m: Measurement) -> None:
