@@ -87,7 +87,7 @@ def make_prompts(
     # Six bytes a token and some more: the rest of a long text need not be tokenised.
     start = text.read_text(encoding="utf-8")[: 8 * count * length + 4096]
     tokens: Sequence[int] = load_tokenizer(subject.loaded.checkpoint)(
-        start, add_special_tokens=False
+        start, add_special_tokens=False, verbose=False
     )["input_ids"]
     if len(tokens) < count * length:
         raise InputError(
