@@ -84,7 +84,7 @@ def make_prompts(
         return ids
     from dejavu.weights.tokenizer import load_tokenizer
 
-    # Six bytes a token and some more: the rest of a long text need not be tokenised.
+    # Eight bytes a token are ample: the rest of a long text need not be tokenised.
     start = text.read_text(encoding="utf-8")[: 8 * count * length + 4096]
     tokens: Sequence[int] = load_tokenizer(subject.loaded.checkpoint)(
         start, add_special_tokens=False, verbose=False
