@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dejavu.errors import InputError, PlanError
+from dejavu.kernels.ops import Projection
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.models.base import Batch
@@ -64,11 +65,46 @@ def test_levels_keep_their_losses_on_fresh_text(plan: Plan, loaded: LoadedModel)
         previous = report["neuron_density"]
 
 
-def test_density_while_decoding_is_the_reports(plan: Plan, loaded: LoadedModel) -> None:
-    """The held-out windows decoded token by token, side by side, as the engine does it."""
-    held_out = make_windows(
+def held_out_windows() -> torch.Tensor:
+    return make_windows(
         [tiny.text()], tiny.Characters(), length=32, train=128, held_out=32, separator=1
     ).held_out
+
+
+def test_the_reports_loss_and_reads_are_those_of_the_held_out_text(
+    plan: Plan, loaded: LoadedModel
+) -> None:
+    windows, ops = held_out_windows(), TorchOps()
+    dense = window_losses(loaded.model, windows, Dense(), ops)
+    tokens = windows.shape[0] * 32
+    for name, level in plan.levels.items():
+        selector = plan.selector(loaded, name)
+        active = torch.zeros(tiny.LAYERS)
+
+        class Watch(Dense):
+            def __init__(self, inner: Any, active: torch.Tensor) -> None:
+                self.inner, self.active = inner, active
+
+            def select(self, site: Any, layer: int, points: Any, ops: Any) -> Any:
+                found = self.inner.select(site, layer, points, ops)
+                if found is not None:
+                    x = points.source(site, layer)
+                    up = loaded.model.weights.blocks[layer].mlp.up
+                    (a,) = ops.linear(x, [Projection(up.weight, up.bias)])
+                    self.active[layer] += (found.to_mask(len(x)) & (a > 0)).sum()
+                return found
+
+        losses = window_losses(loaded.model, windows, Watch(selector, active), ops)
+        rise = (sum(losses) - sum(dense)) / tokens
+        assert level.report["perplexity_ratio"] == pytest.approx(math.exp(rise), rel=1e-5)
+        assert level.report["dense_perplexity"] == pytest.approx(math.exp(sum(dense) / tokens))
+        share = float(active.mean()) / tokens / tiny.NEURONS
+        assert level.report["active_density"] == pytest.approx(share, abs=0.005)
+
+
+def test_density_while_decoding_is_the_reports(plan: Plan, loaded: LoadedModel) -> None:
+    """The held-out windows decoded token by token, side by side, as the engine does it."""
+    held_out = held_out_windows()
     rows = len(held_out)
     for name in ("balanced", "fast"):
         selector = plan.selector(loaded, name)
@@ -87,8 +123,6 @@ def test_density_while_decoding_is_the_reports(plan: Plan, loaded: LoadedModel) 
 
 def test_recall_is_reported_with_the_density_it_cost(plan: Plan, loaded: LoadedModel) -> None:
     """Both rise together, and recomputing them from the stored rule gives the report's figures."""
-    from dejavu.kernels.ops import Projection
-
     fast, balanced = plan.levels["fast"].report["layers"], plan.levels["balanced"].report["layers"]
     for name in fast:
         if fast[name]["kind"] == "predictor" == balanced[name]["kind"]:
@@ -194,20 +228,21 @@ def test_an_interrupted_run_continues_to_the_same_plan(
         assert (out / name).read_bytes() == (plan_folder / name).read_bytes()
 
 
-def test_leftovers_of_another_run_are_not_continued(loaded: LoadedModel, tmp_path: Path) -> None:
-    out = tmp_path / "plan"
-
+@pytest.mark.parametrize("other", ["seed", "text"])
+def test_leftovers_of_another_run_are_not_continued(
+    other: str, loaded: LoadedModel, tmp_path: Path
+) -> None:
     def interrupt(now: str, done: int, total: int) -> None:
         if now == "training":
             raise Stop
 
-    def go(seed: int, progress: Any) -> None:
+    def go(number: int, progress: Any) -> None:
         prepare(
             loaded,
-            [tiny.text()],
-            out,
+            [tiny.text(seed=number if other == "text" else 0)],
+            tmp_path / "plan",
             tokenizer=tiny.Characters(),
-            options=replace(tiny.OPTIONS, seed=seed),
+            options=replace(tiny.OPTIONS, seed=number if other == "seed" else 0),
             progress=progress,
         )
 
