@@ -71,9 +71,7 @@ def test_decode(ops, lengths, heads, groups, head_dim, block_size, window, kind)
     used = mask_of(kind, rows, groups, g)
     keys, values = cache.keys.clone(), cache.values.clone()
     scale = head_dim**-0.5
-    result = ops.attention(
-        q, k, v, cache, scale=scale, window=window, selection=selection_of(used)
-    )
+    result = ops.attention(q, k, v, cache, scale=scale, window=window, selection=selection_of(used))
     for row, length in enumerate(lengths):
         keys[slot(cache, row, length - 1)] = k[row]
         values[slot(cache, row, length - 1)] = v[row]
@@ -88,7 +86,9 @@ def test_large_scores_stay_finite(ops):
     g = torch.Generator().manual_seed(5)
     cache = make_cache([300], 16, 2, 8, g)
     q = torch.full((1, 4, 8), 1e3)
-    result = ops.attention(q, *torch.randn(2, 1, 2, 8), cache, scale=10, window=None, selection=None)
+    result = ops.attention(
+        q, *torch.randn(2, 1, 2, 8), cache, scale=10, window=None, selection=None
+    )
     assert result.isfinite().all()
 
 

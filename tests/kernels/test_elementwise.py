@@ -87,7 +87,10 @@ def test_argmax_takes_the_lowest_of_equals(ops, width):
     x[3, width // 2] = float("inf")
     x[4, width // 3 :] = float("nan")
     expected = [
-        max(range(width), key=lambda i, row=row: (row[i] != row[i], 0 if row[i] != row[i] else row[i]))
+        max(
+            range(width),
+            key=lambda i, row=row: (row[i] != row[i], 0 if row[i] != row[i] else row[i]),
+        )
         for row in x.tolist()
     ]
     assert ops.argmax(x).tolist() == expected

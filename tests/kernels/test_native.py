@@ -7,7 +7,7 @@ import torch
 from truth import random_weight
 
 from dejavu.errors import BackendError, InputError
-from dejavu.kernels import native
+from dejavu.kernels import compiled, native
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.ops import Activation, Projection
@@ -15,7 +15,7 @@ from dejavu.kernels.selection import Selection
 
 
 def test_without_the_extension(monkeypatch):
-    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(compiled, "_native", None)
     with pytest.raises(BackendError, match=r"reinstall.*compiler"):
         NativeOps()
     with pytest.raises(BackendError, match="reinstall"):
@@ -53,9 +53,7 @@ def test_views_give_what_their_copies_give(native_ops):
             lambda x: native_ops.rms_norm(x, weight.data[0], 1e-6),
             lambda x: native_ops.layer_norm(x, None, None, 1e-6),
             lambda x: native_ops.add(x, x),
-            lambda x: native_ops.combine(
-                x, Matrix(weight.data[:8].contiguous()), None, None, None
-            ),
+            lambda x: native_ops.combine(x, Matrix(weight.data[:8].contiguous()), None, None, None),
             native_ops.argmax,
         ):
             assert torch.equal(op(view), op(copy))

@@ -1,0 +1,1 @@
+"""The arithmetic: weight storage, selections, ops and their backends."""

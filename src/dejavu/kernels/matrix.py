@@ -1,4 +1,4 @@
-"""A weight matrix as the kernels read it: rows that lie together, one dtype, maybe a scale a row."""
+"""A weight matrix as the kernels read it: rows that lie together, one dtype, perhaps scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Matrix:
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.data.ndim == 2 and self.data.is_contiguous()
+        assert self.data.ndim == 2
+        assert self.data.is_contiguous()
         assert self.data.dtype in WEIGHT_DTYPES.values()
         assert (self.scale is not None) == (self.data.dtype == torch.int8)
         assert self.scale is None or (
@@ -47,7 +48,7 @@ class Matrix:
 
     @property
     def dtype(self) -> str:
-        """"fp32", "bf16" or "int8"."""
+        """ "fp32", "bf16" or "int8"."""
         return next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == self.data.dtype)
 
     @property

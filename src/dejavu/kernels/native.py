@@ -2,172 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from dejavu.errors import BackendError, InputError
+from dejavu.kernels.compiled import (
+    Program,
+    available_isas,
+    default_threads,
+    extension,
+    matrix_handle,
+    measure_read_bandwidth,
+    raise_fault,
+    require,
+    selection_handle,
+)
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, CacheView, Projection
 from dejavu.kernels.selection import Selection, tile_size
 
-try:
-    from dejavu.kernels import _native
-except ImportError:  # pure-Python install: everything but NativeOps works
-    _native = None
+__all__ = ["NativeOps", "Program", "available_isas", "default_threads", "measure_read_bandwidth"]
 
 MAX_ROWS = 16
 MAX_THREADS = 1024  # above it a typing error is likelier than a machine
-
-
-def _extension() -> Any:
-    if _native is None:
-        raise BackendError(
-            "the compiled kernels are missing from this installation of dejavu-llm: reinstall it "
-            "where a C++17 compiler (g++ or clang++) and OpenMP are available"
-        )
-    return _native
-
-
-def available_isas() -> list[str]:
-    """Instruction sets that this build has and this machine can run, the best last."""
-    isas: list[str] = _extension().available_isas()
-    return isas
-
-
-def default_threads() -> int:
-    """Physical cores this process may run on (a second hyper-thread adds no memory bandwidth)."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
-
-
-def measure_read_bandwidth(
-    threads: int | None = None, *, size: int = 1 << 28, repeats: int = 10
-) -> float:
-    """Best rate in GB/s at which `threads` threads read `size` bytes; size well above any cache."""
-    rates: list[float] = _extension().read_bandwidth(size, threads or default_threads(), repeats)
-    return max(rates)
-
-
-class Program:
-    """Recorded calls over fixed tensors: `run` reads the same inputs and refills the same outputs.
-
-    Everything the calls read or write is kept alive. Not for two threads at a time: outputs are
-    shared (the calls themselves are serialised).
-    """
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-        self._kept: list[object] = []
-
-    def keep(self, *things: object) -> None:
-        """Keep tensors and handles alive as long as the program."""
-        self._kept.extend(things)
-
-    def run(self) -> None:
-        """Run every call in order, in one parallel region.
-
-        Raises InputError when an id, a position, a length or a block lies outside its table.
-        """
-        _raise(self._recorder.run())
-
-    def profile(self) -> list[tuple[str, float]]:
-        """Run once; each call's name and seconds."""
-        times: list[tuple[str, float]] = self._recorder.profile()
-        return times
-
-
-_FAULTS = {
-    1: "a token id lies outside the embedding table",
-    2: "a position lies outside the rotary table",
-    3: "a sequence length is negative or above max_blocks * block_size of its block table",
-    4: "a block table names a block that the cache does not have",
-}
-
-
-def _raise(fault: int) -> None:
-    if fault:
-        raise InputError(_FAULTS[fault])
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InputError(f"native kernels: {message}")
-
-
-_handles: WeakKeyDictionary[Matrix | Selection, Any] = WeakKeyDictionary()
-
-
-def _matrix(weight: Matrix) -> Any:
-    """The C++ handle; a Matrix is frozen, so its addresses hold as long as it lives."""
-    handle = _handles.get(weight)
-    if handle is None:
-        data, scale = weight.data, weight.scale
-        _require(data.device.type == "cpu", f"weights must be on the CPU, not {data.device}")
-        handle = _native.Matrix(
-            data.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            getattr(_native.Dtype, weight.dtype),
-            weight.rows,
-            weight.columns,
-        )
-        _handles[weight] = handle
-    return handle
-
-
-def _selection(selection: Selection | None, entries: int, rows: int, *, block: bool) -> Any:
-    """Handle of a selection among `entries` things (or among blocks of them), None for None."""
-    if selection is None:
-        return None
-    s = selection
-    _require(
-        s.entries > 0 and (entries % s.entries == 0 if block else entries == s.entries),
-        f"a selection has {s.entries} entries, the op {entries} channels",
-    )
-    _require(
-        s.mask is None or s.mask.shape[0] == rows,
-        f"a selection was made for {0 if s.mask is None else len(s.mask)} rows, the op has {rows}",
-    )
-    handle = _handles.get(s)
-    if handle is None:
-        tile = tile_size(s.entries)
-        shape = (-(-s.entries // tile), tile)
-        for name, tensor, dtype, expected in (
-            ("indices", s.indices, torch.int32, shape),
-            ("counts", s.counts, torch.int32, shape[:1]),
-            ("mask", s.mask, torch.uint8, (-1, s.entries)),
-            ("active", s.active, torch.int64, (1,)),
-        ):
-            if tensor is not None:
-                _require(
-                    tensor.dtype == dtype
-                    and tensor.is_contiguous()
-                    and tensor.device.type == "cpu"
-                    and tensor.shape[-len(expected) :][-1] == expected[-1]
-                    and tensor.ndim == len(expected)
-                    and expected[0] in (-1, tensor.shape[0]),
-                    f"selection.{name} must be a contiguous {dtype} tensor {expected} on the CPU",
-                )
-        handle = _native.Selection(
-            s.entries,
-            tile,
-            s.indices.data_ptr(),
-            s.counts.data_ptr(),
-            0 if s.mask is None else s.mask.data_ptr(),
-            0 if s.active is None else s.active.data_ptr(),
-        )
-        _handles[s] = handle
-    return handle
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -187,7 +47,6 @@ class NativeOps:
     """
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        native = _extension()
         isas = available_isas()
         self.isa = isas[-1] if isa is None else isa
         self.threads = default_threads() if threads is None else threads
@@ -195,7 +54,7 @@ class NativeOps:
             raise BackendError(f"isa {self.isa!r} is not available here; choose from {isas}")
         if not 1 <= self.threads <= MAX_THREADS:
             raise InputError(f"threads must lie in 1..{MAX_THREADS}, got {threads}")
-        self._recorder = native.Recorder(self.threads, self.isa, eager=True)
+        self._recorder = extension().Recorder(self.threads, self.isa, eager=True)
         self._program: Program | None = None
 
     def recorder(self) -> NativeOps:
@@ -206,7 +65,7 @@ class NativeOps:
         """
         ops = NativeOps.__new__(NativeOps)
         ops.isa, ops.threads = self.isa, self.threads
-        ops._recorder = _native.Recorder(self.threads, self.isa, eager=False)
+        ops._recorder = extension().Recorder(self.threads, self.isa, eager=False)
         ops._program = Program(ops._recorder)
         return ops
 
@@ -217,17 +76,19 @@ class NativeOps:
             raise InputError("these ops run at once; record a program with ops.recorder()")
         return self._program
 
-    def _input(self, name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _input(
+        self, name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Checked input; -1 in a shape means any size. Copied when strided, kept when recorded."""
-        _require(x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
-        _require(x.device.type == "cpu", f"{name} must be on the CPU, not {x.device}")
-        _require(
+        require(x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
+        require(x.device.type == "cpu", f"{name} must be on the CPU, not {x.device}")
+        require(
             x.ndim == len(shape)
             and all(want in (-1, have) for want, have in zip(shape, x.shape, strict=True)),
             f"{name} must have shape {shape}, not {tuple(x.shape)}",
         )
         if not x.is_contiguous():
-            _require(
+            require(
                 self._program is None,
                 f"{name} must be contiguous to be recorded: a copy would not see later values",
             )
@@ -246,20 +107,20 @@ class NativeOps:
         return out
 
     def _done(self, fault: int, *kept: object) -> None:
-        _raise(fault)
+        raise_fault(fault)
         if self._program is not None:
             self._program.keep(*kept)
 
     def _rows(self, name: str, x: Tensor) -> int:
         rows = len(x)
-        _require(1 <= rows <= MAX_ROWS, f"{name} has {rows} rows, supported are 1 to {MAX_ROWS}")
+        require(1 <= rows <= MAX_ROWS, f"{name} has {rows} rows, supported are 1 to {MAX_ROWS}")
         return rows
 
     def embed(self, ids: Tensor, table: Matrix) -> Tensor:
         rows = self._rows("ids", ids)
         ids = self._input("ids", ids, rows, dtype=torch.int64)
         out = self._output(rows, table.columns)
-        handle = _matrix(table)
+        handle = matrix_handle(table)
         fault = self._recorder.embed(ids.data_ptr(), rows, handle, out.data_ptr())
         self._done(fault, handle, table)
         return out
@@ -270,7 +131,9 @@ class NativeOps:
         self._done(self._recorder.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr()))
         return out
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
         width = x.shape[-1]
         x = self._input("x", x, *x.shape)
         weight = self._optional("weight", weight, width)
@@ -299,11 +162,11 @@ class NativeOps:
         x = self._input("x", x, rows, width)
         outputs, parts = [], []
         for weight, bias, selection in projections:
-            _require(weight.columns == width, f"x is {width} wide, a weight {weight.columns}")
+            require(weight.columns == width, f"x is {width} wide, a weight {weight.columns}")
             bias = self._optional("bias", bias, weight.rows)
-            chosen = _selection(selection, weight.rows, rows, block=True)
+            chosen = selection_handle(selection, weight.rows, rows, block=True)
             outputs.append(self._output(rows, weight.rows))
-            parts.append((_matrix(weight), _address(bias), chosen, outputs[-1].data_ptr()))
+            parts.append((matrix_handle(weight), _address(bias), chosen, outputs[-1].data_ptr()))
         fault = self._recorder.linear(x.data_ptr(), rows, width, parts)
         self._done(fault, parts, list(projections))
         return outputs
@@ -320,7 +183,10 @@ class NativeOps:
         x = self._input("x", x, rows, weight.rows)
         bias = self._optional("bias", bias, weight.columns)
         residual = self._optional("residual", residual, rows, weight.columns)
-        handle, chosen = _matrix(weight), _selection(selection, weight.rows, rows, block=True)
+        handle, chosen = (
+            matrix_handle(weight),
+            selection_handle(selection, weight.rows, rows, block=True),
+        )
         out = self._output(rows, weight.columns)
         fault = self._recorder.combine(
             x.data_ptr(),
@@ -342,7 +208,7 @@ class NativeOps:
         cos = self._input("cos", cos, -1, -1)
         sin = self._input("sin", sin, *cos.shape)
         limit, half = cos.shape
-        _require(2 * half <= head_dim, f"cos has {half} columns, a head only {head_dim} channels")
+        require(2 * half <= head_dim, f"cos has {half} columns, a head only {head_dim} channels")
         out = self._output(rows, heads, head_dim)
         fault = self._recorder.rope(
             x.data_ptr(),
@@ -371,18 +237,18 @@ class NativeOps:
         selection: Selection | None,
     ) -> Tensor:
         rows = self._rows("q", q)
-        _require(
+        require(
             rows == len(cache.lengths),
             f"attention takes one new token a sequence, got {rows} for {len(cache.lengths)}; "
             "prefill runs on TorchOps",
         )
         _, heads, head_dim = q.shape
         blocks, block_size, groups, _ = cache.keys.shape
-        _require(heads % groups == 0, f"{heads} query heads do not share {groups} groups evenly")
-        _require(window is None or window > 0, f"window must be positive, got {window}")
+        require(heads % groups == 0, f"{heads} query heads do not share {groups} groups evenly")
+        require(window is None or window > 0, f"window must be positive, got {window}")
         for name in ("keys", "values", "block_table", "lengths"):
             # Written or watched in place: a copy would be of no use.
-            _require(getattr(cache, name).is_contiguous(), f"cache.{name} must be contiguous")
+            require(getattr(cache, name).is_contiguous(), f"cache.{name} must be contiguous")
         q = self._input("q", q, rows, heads, head_dim)
         k = self._input("k", k, rows, groups, head_dim)
         v = self._input("v", v, rows, groups, head_dim)
@@ -390,7 +256,7 @@ class NativeOps:
         values = self._input("cache.values", cache.values, *keys.shape)
         table = self._input("block_table", cache.block_table, rows, -1, dtype=torch.int32)
         lengths = self._input("lengths", cache.lengths, rows, dtype=torch.int32)
-        chosen = _selection(selection, groups, rows, block=False)
+        chosen = selection_handle(selection, groups, rows, block=False)
         out = self._output(rows, heads, head_dim)
         fault = self._recorder.attention(
             q.data_ptr(),
@@ -431,17 +297,21 @@ class NativeOps:
         for name, part in (("up", up), ("gate", gate)):
             if part is not None:
                 shape = (part.weight.rows, part.weight.columns)
-                _require(shape == (neurons, width), f"{name} must be {(neurons, width)}, is {shape}")
-                _require(part.selection is None, f"{name} carries a selection of its own")
-        kind = getattr(_native.Activation, activation.name, None)
-        _require(kind is not None, f"unknown activation {activation.name!r}")
+                require(shape == (neurons, width), f"{name} must be {(neurons, width)}, is {shape}")
+                require(part.selection is None, f"{name} carries a selection of its own")
+        kind = getattr(extension().Activation, activation.name, None)
+        require(kind is not None, f"unknown activation {activation.name!r}")
         x = self._input("x", x, rows, width)
         up_bias = self._optional("up.bias", up.bias, neurons)
         gate_bias = None if gate is None else self._optional("gate.bias", gate.bias, neurons)
         down_bias = self._optional("down_bias", down_bias, down.columns)
         residual = self._optional("residual", residual, rows, down.columns)
-        chosen = _selection(selection, neurons, rows, block=False)
-        handles = _matrix(up.weight), None if gate is None else _matrix(gate.weight), _matrix(down)
+        chosen = selection_handle(selection, neurons, rows, block=False)
+        handles = (
+            matrix_handle(up.weight),
+            None if gate is None else matrix_handle(gate.weight),
+            matrix_handle(down),
+        )
         out = self._output(rows, down.columns)
         fault = self._recorder.mlp(
             x.data_ptr(),
@@ -463,8 +333,8 @@ class NativeOps:
     def _chosen(self, entries: int, rows: int, out: Selection | None) -> tuple[Selection, Any]:
         if out is None:
             out = Selection.empty(entries, rows)
-        _require(rows == 1 or out.mask is not None, "a selection for several rows needs a mask")
-        handle = _selection(out, entries, rows, block=False)
+        require(rows == 1 or out.mask is not None, "a selection for several rows needs a mask")
+        handle = selection_handle(out, entries, rows, block=False)
         return out, handle
 
     def select(
@@ -474,7 +344,7 @@ class NativeOps:
         hidden = self._input("hidden", hidden, rows, weight.columns)
         bias = self._input("bias", bias, weight.rows)
         out, chosen = self._chosen(weight.rows, rows, out)
-        handle = _matrix(weight)
+        handle = matrix_handle(weight)
         fault = self._recorder.select(hidden.data_ptr(), rows, handle, bias.data_ptr(), chosen)
         self._done(fault, handle, chosen, weight, out)
         return out
@@ -494,9 +364,9 @@ class NativeOps:
         return out
 
     def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
-        _require(counter.is_contiguous(), "counter must be contiguous: it is added to in place")
+        require(counter.is_contiguous(), "counter must be contiguous: it is added to in place")
         counter = self._input("counter", counter, 3, dtype=torch.int64)
-        chosen = _selection(selection, selection.entries, rows, block=False)
+        chosen = selection_handle(selection, selection.entries, rows, block=False)
         self._done(self._recorder.tally(chosen, rows, counter.data_ptr()), chosen, selection)
 
     def argmax(self, x: Tensor) -> Tensor:

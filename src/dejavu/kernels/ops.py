@@ -75,7 +75,9 @@ class Ops(Protocol):
         """Elementwise sum of two fp32 tensors of one shape."""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
         """LayerNorm over the last dimension of fp32 `[N, D]`."""
         ...
 
@@ -120,7 +122,7 @@ class Ops(Protocol):
         window: int | None,
         selection: Selection | None,
     ) -> Tensor:
-        """Write k, v `[N, K, d]` into the cache, then causal attention of q `[N, H, d]` -> `[N, H, d]`.
+        """Write k, v `[N, K, d]` into the cache, then causal attention of q, `[N, H, d]`.
 
         window: a token sees itself and the `window - 1` tokens before it. selection has K entries
         (KV groups: a group is one key/value head with its H / K query heads); unused groups give 0

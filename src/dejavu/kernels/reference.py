@@ -1,5 +1,5 @@
 """Every op in plain PyTorch, fp32: the truth that kernels are tested against, and the path of
-prefill and teacher-forced evaluation, where the rows are many and torch's GEMM is the right tool."""
+prefill and teacher-forced evaluation, where the rows are many and torch's GEMM is the best tool."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class TorchOps:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

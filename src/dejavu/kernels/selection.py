@@ -31,8 +31,8 @@ class Selection:
     mask: uint8 `[rows, entries]`, 1 where a row *uses* an entry; None: every row uses every listed
         entry (always so for one row). An entry that is read for another row never enters a row's
         result.
-    active: int64 `[1]` or None; `ops.mlp` adds to it the listed neurons whose activation is not 0 for
-        some row that uses them: with a selection, down rows of all others are not read either.
+    active: int64 `[1]` or None; `ops.mlp` adds to it the listed neurons whose activation is not 0
+        for some row that uses them: with a selection, down rows of all others are not read either.
     All of static shape, filled in place by selectors, so a captured step can replay.
     """
 
@@ -71,7 +71,7 @@ class Selection:
 
     @staticmethod
     def from_mask(mask: Tensor) -> Selection:
-        """Selection of a bool or uint8 `[rows, entries]` mask (host work: not for a captured step)."""
+        """Selection of a bool or uint8 `[rows, entries]` mask (host work, not to be recorded)."""
         rows, entries = mask.shape
         selection = Selection.empty(entries, rows, device=mask.device)
         used = mask.bool()

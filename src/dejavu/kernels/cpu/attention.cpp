@@ -65,47 +65,71 @@ Fault check(const AttentionArgs& a) {
   return Fault::none;
 }
 
+// Where the keys and values of a group's positions [first, last) lie in the cache.
+void locate(const AttentionArgs& a, Size row, Size group, Size first, Size last, Size* at) {
+  const int32_t* block = a.block_table + row * a.max_blocks + first / a.block_size;
+  Size offset = first % a.block_size;
+  for (Size p = first; p < last; ++p) {
+    *at++ = ((*block * a.block_size + offset) * a.groups + group) * a.head_dim;
+    if (++offset == a.block_size) {
+      offset = 0;
+      ++block;
+    }
+  }
+}
+
+// Scaled scores to exponentials below the largest, in place; {largest, their sum}.
+void soften(float* scores, Size size, float scale, float* result) {
+  float top = -__builtin_inff();
+  for (Size p = 0; p < size; ++p) {
+    scores[p] *= scale;
+    top = scores[p] > top ? scores[p] : top;
+  }
+  Vec total = zero();
+  for_vectors(0, size, [&](Size p, Size n) {
+    store(scores + p, exp(load(scores + p, n) - broadcast(top)), n);
+    total = total + load(scores + p, n);
+  });
+  result[0] = top;
+  result[1] = sum(total);
+}
+
 void attend_span(const AttentionArgs& a, Size row, Size group, Size first, Size last,
                  float* scores, float* part) {
-  const Size queries = a.heads / a.groups, dim = a.head_dim;
+  const Size queries = a.heads / a.groups, dim = a.head_dim, size = last - first;
+  Size at[kSpan];
+  locate(a, row, group, first, last, at);
+  // Positions of a head lie `groups` heads apart, a stride that the hardware does not foresee.
+  const auto fetch = [&](const float* cache, Size from) {
+    for (Size p = from; p < from + kTogether && p < size; ++p)
+      for (Size i = 0; i < dim; i += kLine / (Size)sizeof(float)) prefetch(cache + at[p] + i);
+  };
   for (Size h = 0; h < queries; h += kMaxRows) {
     const Size count = queries - h < kMaxRows ? queries - h : kMaxRows;
     const float *q[kMaxRows], *stored[kTogether];
     for (Size i = 0; i < count; ++i)
       q[i] = a.q + (row * a.heads + group * queries + h + i) * dim;
-    const auto gather = [&](const float* cache, Size from) {
-      const Size size = last - from < kTogether ? last - from : kTogether;
-      for (Size k = 0; k < size; ++k)
-        stored[k] = cache + (slot_of(a, row, from + k) * a.groups + group) * dim;
-      return size;
+    const auto point = [&](const float* cache, Size from) {
+      const Size together = size - from < kTogether ? size - from : kTogether;
+      for (Size k = 0; k < together; ++k) stored[k] = cache + at[from + k];
+      return together;
     };
-    for (Size from = first; from < last; from += kTogether) {
-      const Size size = gather(a.keys, from);
-      dot_grid(stored, size, q, count, dim, scores + (from - first), kSpan);
+    fetch(a.keys, 0);
+    for (Size from = 0; from < size; from += kTogether) {
+      fetch(a.keys, from + kTogether);
+      fetch(a.values, from);
+      const Size together = point(a.keys, from);
+      dot_grid(stored, together, together, q, count, dim, scores + from, kSpan);
     }
     for (Size i = 0; i < count; ++i) {
-      float* row_scores = scores + i * kSpan;
       float* result = part + (h + i) * (dim + 2);
-      const Size size = last - first;
-      float top = -__builtin_inff();
-      for (Size p = 0; p < size; ++p) {
-        row_scores[p] *= a.scale;
-        top = row_scores[p] > top ? row_scores[p] : top;
-      }
-      Vec total = zero();
-      for (Size p = 0; p < size; p += Vec::width) {
-        const Size rest = size - p < Vec::width ? size - p : (Size)Vec::width;
-        store(row_scores + p, exp(load(row_scores + p, rest) - broadcast(top)), rest);
-        total = total + load(row_scores + p, rest);
-      }
-      result[0] = top;
-      result[1] = sum(total);
+      soften(scores + i * kSpan, size, a.scale, result);
       std::memset(result + 2, 0, (size_t)dim * sizeof(float));
     }
-    for (Size from = first; from < last; from += kTogether) {
-      const Size size = gather(a.values, from);
+    for (Size from = 0; from < size; from += kTogether) {
+      const Size together = point(a.values, from);
       for (Size i = 0; i < count; ++i)
-        sum_rows(stored, scores + i * kSpan + (from - first), size,
+        sum_rows(stored, scores + i * kSpan + from, together, together,
                  part + (h + i) * (dim + 2) + 2, dim);
     }
   }

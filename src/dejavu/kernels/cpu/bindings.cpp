@@ -220,7 +220,10 @@ NB_MODULE(_native, m) {
       });
 
   m.attr("MAX_ROWS") = kMaxRows;
-  m.def("available_isas", &available_isas, "Instruction sets of this build and machine, best last.");
+  m.def("available_isas", &available_isas, 
+        "Instruction sets of this build and machine, best last.");
+  m.def("use_large_pages",
+        [](Address data, size_t bytes) { return use_large_pages(at<void>(data), bytes); });
   m.def(
       "read_bandwidth",
       [](Size bytes, int threads, int repeats) {

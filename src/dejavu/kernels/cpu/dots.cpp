@@ -3,40 +3,47 @@
 namespace dejavu::DEJAVU_ISA {
 namespace {
 
-// Stored rows handled together when every batch row picks its own: small enough that a chunk stays
-// in the first two cache levels while the batch rows pass over it.
-constexpr Size kChunk = 16;
+// Stored rows handled together. Where every batch row picks its own, a chunk is small enough to
+// stay in the first two cache levels while the batch rows pass over it.
+constexpr Size kChunk = 64, kAhead = 32, kPickedChunk = 16;
 
 template <class W>
-void dots_of(const Matrix& weight, const int32_t* listed, Size count, const float* x, Size rows,
+void grid(const W* const* w, Size count, Size known, const Inputs& x, Size first, Size rows,
+          float* out, Size row_stride) {
+  if constexpr (std::is_same_v<W, int8_t>)
+    whole_grid(w, count, known, x.digits + first, rows, x.width, out, row_stride);
+  else
+    dot_grid(w, count, known, x.row + first, rows, x.width, out, row_stride);
+}
+
+template <class W>
+void dots_of(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x,
              const Use& use, const float* bias, float* out, Size row_stride) {
   const W* data = (const W*)weight.data;
-  const Size width = weight.columns;
-  const float* inputs[kMaxRows];
-  for (Size r = 0; r < rows; ++r) inputs[r] = x + r * width;
-
-  const W* w[kChunk + kDotBlock];
-  for (Size start = 0; start < count; start += kChunk) {
-    const Size size = count - start < kChunk ? count - start : kChunk;
+  const W* w[kChunk + kAhead];
+  for (Size start = 0, size; !use.mask && start < count; start += size) {
+    const Size left = count - start;
+    size = left < kChunk ? left : kChunk;
+    const Size known = left < kChunk + kAhead ? left : kChunk + kAhead;
+    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * x.width;
+    grid(w, size, known, x, 0, x.rows, out + start, row_stride);
+  }
+  for (Size start = 0; use.mask && start < count; start += kPickedChunk) {
+    const Size size = count - start < kPickedChunk ? count - start : kPickedChunk;
     const int32_t* chunk = listed + start;
-    if (!use.mask) {
-      for (Size k = 0; k < size; ++k) w[k] = data + chunk[k] * width;
-      dot_grid(w, size, inputs, rows, width, out + start, row_stride);
-    } else {
-      for (Size r = 0; r < rows; ++r) {
-        Size own[kChunk], used = 0;
-        float results[kChunk];
-        for (Size k = 0; k < size; ++k)
-          if (use(r, chunk[k])) {
-            own[used] = k;
-            w[used++] = data + chunk[k] * width;
-          }
-        dot_grid(w, used, inputs + r, 1, width, results, 0);
-        for (Size k = 0; k < used; ++k) out[r * row_stride + start + own[k]] = results[k];
-      }
+    for (Size r = 0; r < x.rows; ++r) {
+      Size own[kPickedChunk], used = 0;
+      float results[kPickedChunk];
+      for (Size k = 0; k < size; ++k)
+        if (use(r, chunk[k])) {
+          own[used] = k;
+          w[used++] = data + chunk[k] * x.width;
+        }
+      grid(w, used, used, x, r, 1, results, 0);
+      for (Size k = 0; k < used; ++k) out[r * row_stride + start + own[k]] = results[k];
     }
   }
-  for (Size r = 0; r < rows; ++r) {
+  for (Size r = 0; r < x.rows; ++r) {
     float* row = out + r * row_stride;
     for (Size k = 0; k < count; ++k) {
       if (!use(r, listed[k])) {
@@ -54,12 +61,19 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
              Size stride, Size rows, bool skip, float* acc, Size acc_stride) {
   const W* data = (const W*)weight.data;
   const Size width = weight.columns;
-  const W* w[kChunk];
-  float own[kChunk];
-  for (Size start = 0; start < count; start += kChunk) {
-    const Size size = count - start < kChunk ? count - start : kChunk;
+  const W* w[kChunk + kAhead];
+  float own[kPickedChunk];
+  for (Size start = 0, size; rows == 1 && start < count; start += size) {
+    const Size left = count - start;
+    size = left < kChunk ? left : kChunk;
+    const Size known = left < kChunk + kAhead ? left : kChunk + kAhead;
+    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * width;
+    sum_rows(w, coefficients + start, size, known, acc, width);
+  }
+  for (Size start = 0; rows > 1 && start < count; start += kPickedChunk) {
+    const Size size = count - start < kPickedChunk ? count - start : kPickedChunk;
     const int32_t* chunk = listed + start;
-    bool full = rows > 1 && size % 4 == 0;
+    bool full = size % 4 == 0;
     for (Size r = 0; full && skip && r < rows; ++r)
       for (Size k = 0; k < size; ++k) full = full && coefficients[r * stride + start + k] != 0;
     if (full) {
@@ -88,18 +102,18 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
           w[used] = data + chunk[k] * width;
           own[used++] = c[k];
         }
-      sum_rows(w, own, used, acc + r * acc_stride, width);
+      sum_rows(w, own, used, used, acc + r * acc_stride, width);
     }
   }
 }
 
 }  // namespace
 
-void dots(const Matrix& weight, const int32_t* listed, Size count, const float* x, Size rows,
-          const Use& use, const float* bias, float* out, Size row_stride) {
+void dots(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x, const Use& use,
+          const float* bias, float* out, Size row_stride) {
   with_dtype(weight.dtype, [&](auto* type) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    dots_of<W>(weight, listed, count, x, rows, use, bias, out, row_stride);
+    dots_of<W>(weight, listed, count, x, use, bias, out, row_stride);
   });
 }
 

@@ -1,22 +1,51 @@
 // The two inner loops of everything: dot products with stored rows, and sums of stored rows.
 //
 // Bits: a dot product runs over its row in kChains accumulators, vector k of the row going to
-// accumulator k % kChains, whatever is computed beside it. A sum of rows is one multiply-add chain
-// an output, rows in the order given. Neither depends on the blocking chosen here.
+// accumulator k % kChains, whatever is computed beside it (with an int8 row it is a whole number
+// before it is rounded once: whole.h). A sum of rows is one multiply-add chain an output, rows in
+// the order given. Neither depends on the blocking chosen here.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
+#include "whole.h"
 
 namespace dejavu::DEJAVU_ISA {
 
 constexpr int kChains = 2;   // with 4 rows side by side: 8 chains hide the latency of an FMA
 constexpr int kDotBlock = 4;
-constexpr int kSumBlock = 8;  // stored rows a pass over the accumulator
+constexpr int kSumBlock = 4;  // stored rows a pass over the accumulator; more streams are slower
 constexpr Size kLine = 64;
 
+// Each stored row is fetched this far ahead, past its end at the start of a row that follows.
+constexpr Size kAheadBytes = 1024;
+
+// The element from which on the row that follows is fetched.
+template <class W>
+inline Size turn_of(Size width) {
+  constexpr Size ahead = kAheadBytes / (Size)sizeof(W);
+  return width > ahead ? width - ahead : 0;
+}
+
+template <int J, class W>
+[[gnu::always_inline]] inline void fetch_ahead(const W* const* w, const W* const* next, Size i,
+                                               Size turn) {
+#pragma GCC unroll 8
+  for (int j = 0; j < J; ++j)
+    prefetch(i < turn ? w[j] + i + kAheadBytes / (Size)sizeof(W) : next[j] + (i - turn));
+}
+
+// How many rows on that is, for blocks of `block` rows.
+template <class W>
+inline Size rows_ahead(Size width, Size block) {
+  const Size bytes = width * (Size)sizeof(W);
+  return bytes < kAheadBytes ? (kAheadBytes / bytes / block + 1) * block : block;
+}
+
 template <class W, int R, int J>
-inline void dot_block(const W* const* w, const W* const* next, const float* const* x, Size width,
-                      float* out, Size row_stride) {
+DEJAVU_LOOP void dot_block(const W* const* w, const W* const* next, const float* const* x,
+                           Size width, float* out, Size row_stride) {
   constexpr Size kElements = kLine / (Size)sizeof(W);
   constexpr Size kPair = kChains * Vec::width;
   constexpr Size kStep = kElements > kPair ? kElements : kPair;
@@ -36,10 +65,10 @@ inline void dot_block(const W* const* w, const W* const* next, const float* cons
     }
   };
   auto whole = [](auto* p) __attribute__((always_inline)) { return load(p); };
+  const Size turn = turn_of<W>(width);
   Size i = 0;
   for (; i + kStep <= width; i += kStep) {
-#pragma GCC unroll 8
-    for (int j = 0; j < J; ++j) prefetch(next[j] + i);
+    fetch_ahead<J>(w, next, i, turn);
 #pragma GCC unroll 16
     for (Size k = 0; k < kStep / Vec::width; ++k) step(i + k * Vec::width, k % kChains, whole);
   }
@@ -52,24 +81,40 @@ inline void dot_block(const W* const* w, const W* const* next, const float* cons
   }
   if (const Size rest = width - i)
     step(i, 1, [rest](auto* p) __attribute__((always_inline)) { return load_partial(p, rest); });
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) out[r * row_stride + j] = sum(acc[r][j][0] + acc[r][j][1]);
+  for (int r = 0; r < R; ++r) {
+    if constexpr (J == 4) {
+      Vec totals[4];
+      for (int j = 0; j < 4; ++j) totals[j] = acc[r][j][0] + acc[r][j][1];
+      sum_four(totals, out + r * row_stride);
+    } else {
+      for (int j = 0; j < J; ++j) out[r * row_stride + j] = sum(acc[r][j][0] + acc[r][j][1]);
+    }
+  }
 }
 
-// out[r * row_stride + j] = w[j] . x[r] for all r < rows, j < count; `width` long.
+// out[r * row_stride + j] = w[j] . x[r] for all r < rows, j < count; `width` long. Of the `known`
+// pointers (at least count) those past the end are only fetched ahead.
 template <class W>
-inline void dot_grid(const W* const* w, Size count, const float* const* x, Size rows, Size width,
-                     float* out, Size row_stride) {
+inline void dot_grid(const W* const* w, Size count, Size known, const float* const* x, Size rows,
+                     Size width, float* out, Size row_stride) {
   if (rows == 1) {
+    const Size ahead = rows_ahead<W>(width, kDotBlock);
     Size j = 0;
     for (; j + kDotBlock <= count; j += kDotBlock)
-      dot_block<W, 1, kDotBlock>(w + j, j + 2 * kDotBlock <= count ? w + j + kDotBlock : w + j, x,
+      dot_block<W, 1, kDotBlock>(w + j, j + ahead + kDotBlock <= known ? w + j + ahead : w + j, x,
                                  width, out + j, row_stride);
-    for (; j < count; ++j) dot_block<W, 1, 1>(w + j, w + j, x, width, out + j, row_stride);
+    if (j < count) {
+      // The last few, filled up with copies of the last: one row alone would wait for its own sums.
+      const W* last[kDotBlock];
+      float results[kDotBlock];
+      for (Size k = 0; k < kDotBlock; ++k) last[k] = w[j + k < count ? j + k : count - 1];
+      dot_block<W, 1, kDotBlock>(last, last, x, width, results, 0);
+      for (Size k = 0; j + k < count; ++k) out[j + k] = results[k];
+    }
     return;
   }
   for (Size j = 0; j < count; ++j) {
-    const W* const* next = j + 1 < count ? w + j + 1 : w + j;
+    const W* const* next = j + 1 < known ? w + j + 1 : w + j;
     Size r = 0;
     for (; r + 4 <= rows; r += 4)
       dot_block<W, 4, 1>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
@@ -79,8 +124,8 @@ inline void dot_grid(const W* const* w, Size count, const float* const* x, Size 
 }
 
 template <class W, int R, int J>
-inline void sum_block(const W* const* w, const W* const* next, const float* const* coefficients,
-                      float* const* acc, Size width) {
+DEJAVU_LOOP void sum_block(const W* const* w, const W* const* next,
+                           const float* const* coefficients, float* const* acc, Size width) {
   Vec c[R][J];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) c[r][j] = broadcast(coefficients[r][j]);
@@ -101,10 +146,10 @@ inline void sum_block(const W* const* w, const W* const* next, const float* cons
   auto put = [](float* p, Vec v) __attribute__((always_inline)) { store(p, v); };
   constexpr Size kElements = kLine / (Size)sizeof(W);
   constexpr Size kStep = kElements > Vec::width ? kElements : Vec::width;
+  const Size turn = turn_of<W>(width);
   Size i = 0;
   for (; i + kStep <= width; i += kStep) {
-#pragma GCC unroll 8
-    for (int j = 0; j < J; ++j) prefetch(next[j] + i);
+    fetch_ahead<J>(w, next, i, turn);
     for (Size k = 0; k < kStep; k += Vec::width) step(i + k, whole, put);
   }
   for (; i + Vec::width <= width; i += Vec::width) step(i, whole, put);
@@ -113,24 +158,21 @@ inline void sum_block(const W* const* w, const W* const* next, const float* cons
          [rest](float* p, Vec v) __attribute__((always_inline)) { store_partial(p, v, rest); });
 }
 
-// acc[0..width) += sum over j < count of coefficients[j] * w[j], in order.
+// acc[0..width) += sum over j < count of coefficients[j] * w[j], in order; `known` as above.
 template <class W>
-inline void sum_rows(const W* const* w, const float* coefficients, Size count, float* acc,
-                     Size width) {
+inline void sum_rows(const W* const* w, const float* coefficients, Size count, Size known,
+                     float* acc, Size width) {
+  const Size ahead = rows_ahead<W>(width, kSumBlock);
   Size j = 0;
-  for (; j + kSumBlock <= count; j += kSumBlock) {
-    const float* c = coefficients + j;
-    sum_block<W, 1, kSumBlock>(w + j, j + 2 * kSumBlock <= count ? w + j + kSumBlock : w + j, &c,
-                               &acc, width);
-  }
-  for (; j + 2 <= count; j += 2) {
-    const float* c = coefficients + j;
-    sum_block<W, 1, 2>(w + j, j + 4 <= count ? w + j + 2 : w + j, &c, &acc, width);
-  }
-  for (; j < count; ++j) {
-    const float* c = coefficients + j;
-    sum_block<W, 1, 1>(w + j, w + j, &c, &acc, width);
-  }
+  const auto block = [&](auto size) __attribute__((always_inline)) {
+    constexpr int J = decltype(size)::value;
+    for (; j + J <= count; j += J) {
+      const float* c = coefficients + j;
+      sum_block<W, 1, J>(w + j, j + ahead + J <= known ? w + j + ahead : w + j, &c, &acc, width);
+    }
+  };
+  block(std::integral_constant<int, kSumBlock>());
+  block(std::integral_constant<int, 1>());
 }
 
 template <class Visit>
@@ -151,13 +193,29 @@ struct Use {
   }
 };
 
-// out[r * row_stride + k] = stored row rows[k] . x[r] * scale + bias where row r uses it, else 0.
-void dots(const Matrix& weight, const int32_t* listed, Size count, const float* x, Size rows,
-          const Use& use, const float* bias, float* out, Size row_stride);
+// The batch rows [N, width] of an op, in the form that the dtypes of its weights call for.
+struct Inputs {
+  Size rows, width;
+  const float* row[kMaxRows];
+  Digits digits[kMaxRows];  // for int8 only
+
+  static Size floats(Size rows, Size width) { return rows * digits_width(width); }
+  Inputs(const float* x, Size rows, Size width, bool int8, float* scratch)
+      : rows(rows), width(width) {
+    for (Size r = 0; r < rows; ++r) {
+      row[r] = x + r * width;
+      if (int8) digits[r] = digits_of(row[r], width, (int16_t*)(scratch + r * digits_width(width)));
+    }
+  }
+};
+
+// out[r * row_stride + k] = stored row listed[k] . x[r] * scale + bias where row r uses it, else 0.
+void dots(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x, const Use& use,
+          const float* bias, float* out, Size row_stride);
 
 // acc[r * acc_stride ...] += coefficients[r * stride + k] * stored row listed[k], k ascending.
-// Coefficients carry the scale already. With `skip`, a stored row whose coefficient is 0 is not
-// used for that batch row, and not read when that is so for all.
+// Coefficients carry the scale already. With `skip`, a stored row whose coefficient is 0 for some
+// of several batch rows stays out of their sums.
 void sums(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,
           Size stride, Size rows, bool skip, float* acc, Size acc_stride);
 

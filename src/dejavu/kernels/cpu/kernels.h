@@ -1,4 +1,4 @@
-// What a kernel is called with: plain pointers and sizes, checked by native.py before they get here.
+// What a kernel is called with: plain pointers and sizes, checked by native.py before.
 // Shapes as in ops.py: N rows, D hidden size, H query heads, K key/value heads, d head_dim.
 #pragma once
 

@@ -23,11 +23,17 @@ Size chunks_of(const Matrix& weight) {
 
 }  // namespace
 
-Scratch scratch_linear(const LinearArgs& a) { return {0, kMaxChunkRows * (a.rows + 1)}; }
+Scratch scratch_linear(const LinearArgs& a) {
+  return {0, kMaxChunkRows * (a.rows + 1) + Inputs::floats(a.rows, a.width)};
+}
 
 void run_linear(const LinearArgs& a, Worker& worker) {
   int32_t* listed = (int32_t*)worker.local;
   float* results = worker.local + kMaxChunkRows;
+  bool int8 = false;
+  for (Size part = 0; part < a.part_count; ++part)
+    int8 = int8 || a.parts[part].weight->dtype == Dtype::int8;
+  const Inputs x(a.x, a.rows, a.width, int8, results + kMaxChunkRows * a.rows);
   Size total = 0;
   for (Size part = 0; part < a.part_count; ++part) total += chunks_of(*a.parts[part].weight);
   worker.share(total, [&](Size item) {
@@ -40,11 +46,11 @@ void run_linear(const LinearArgs& a, Worker& worker) {
     const Size block = p.selection ? outputs / p.selection->entries : 1;
     const Size count = list_range(p.selection, block, first, last, listed);
     if (count == last - first) {
-      dots(*p.weight, listed, count, a.x, a.rows, use_of(p.selection, block), p.bias,
+      dots(*p.weight, listed, count, x, use_of(p.selection, block), p.bias,
            p.out + first, outputs);
       return;
     }
-    dots(*p.weight, listed, count, a.x, a.rows, use_of(p.selection, block), p.bias, results,
+    dots(*p.weight, listed, count, x, use_of(p.selection, block), p.bias, results,
          kMaxChunkRows);
     for (Size r = 0; r < a.rows; ++r) {
       float* row = p.out + r * outputs;

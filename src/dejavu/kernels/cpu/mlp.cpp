@@ -96,21 +96,23 @@ void run_combine(const CombineArgs& a, Worker& worker) {
   worker.share(tiles, [&](Size t) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < channels ? first + a.tile : channels;
-    const Size count = list_range(a.selection, block, first, last, listed);
+    Size count = list_range(a.selection, block, first, last, listed);
     for (Size r = 0; r < a.rows; ++r)
       for (Size k = 0; k < count; ++k) {
         const Size i = listed[k];
         const float x = use(r, i) ? a.x[r * channels + i] : 0.0f;
         coefficients[r * a.tile + k] = weight.scale ? x * weight.scale[i] : x;
       }
-    partials.fill(t, weight, listed, count, coefficients, a.tile, a.selection != nullptr);
+    const bool skip = a.selection != nullptr;
+    if (skip) count = drop_zeros(listed, coefficients, count, a.tile, a.rows);
+    partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
   });
   partials.reduce(a.bias, a.residual, a.out, worker);
 }
 
 Scratch scratch_mlp(const MlpArgs& a) {
   return {Partials::floats(tile_count(a.down->rows, a.tile), a.rows, a.down->columns),
-          a.tile * (2 * a.rows + 1) + Vec::width};
+          a.tile * (2 * a.rows + 1) + Inputs::floats(a.rows, a.up->columns)};
 }
 
 void run_mlp(const MlpArgs& a, Worker& worker) {
@@ -120,13 +122,15 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
   int32_t* listed = (int32_t*)worker.local;
   float* active = worker.local + a.tile;
   float* linear = active + a.rows * a.tile;
+  const bool int8 = a.up->dtype == Dtype::int8 || (a.gate && a.gate->dtype == Dtype::int8);
+  const Inputs x(a.x, a.rows, a.up->columns, int8, linear + a.rows * a.tile);
   const Matrix& inner = a.gate ? *a.gate : *a.up;
   const float* inner_bias = a.gate ? a.gate_bias : a.up_bias;
   worker.share(tiles, [&](Size t) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < neurons ? first + a.tile : neurons;
     Size count = list_range(a.selection, 1, first, last, listed);
-    dots(inner, listed, count, a.x, a.rows, use, inner_bias, active, a.tile);
+    dots(inner, listed, count, x, use, inner_bias, active, a.tile);
     // A neuron that a row does not use comes as 0, and every activation leaves 0 at 0.
     for (Size r = 0; r < a.rows; ++r)
       activate(a.activation, a.threshold, active + r * a.tile, count);
@@ -135,7 +139,7 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
     if (skip && a.gate && closes(a.activation))
       count = drop_zeros(listed, active, count, a.tile, a.rows);
     if (a.gate) {
-      dots(*a.up, listed, count, a.x, a.rows, use, a.up_bias, linear, a.tile);
+      dots(*a.up, listed, count, x, use, a.up_bias, linear, a.tile);
       for (Size r = 0; r < a.rows; ++r)
         for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= linear[r * a.tile + k];
     }

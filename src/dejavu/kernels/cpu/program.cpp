@@ -20,8 +20,11 @@ double seconds_since(Clock::time_point start) {
 }
 
 constexpr Size kFloatsOfLine = 16;
+constexpr size_t kLargePage = size_t{2} << 20;
 
-Size whole_lines(Size floats) { return (floats + kFloatsOfLine - 1) / kFloatsOfLine * kFloatsOfLine; }
+Size whole_lines(Size floats) {
+  return (floats + kFloatsOfLine - 1) / kFloatsOfLine * kFloatsOfLine;
+}
 
 }  // namespace
 
@@ -88,11 +91,25 @@ Fault Program::run(std::vector<double>* seconds) {
   return fault_.exchange(Fault::none);
 }
 
+bool use_large_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+#ifndef MADV_COLLAPSE
+  constexpr int MADV_COLLAPSE = 25;  // Linux 6.1; older ones refuse it
+#endif
+  const uintptr_t first = ((uintptr_t)data + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t last = ((uintptr_t)data + bytes) / kLargePage * kLargePage;
+  if (first >= last) return false;
+  madvise((void*)first, last - first, MADV_HUGEPAGE);
+  return madvise((void*)first, last - first, MADV_COLLAPSE) == 0;
+#else
+  return false;
+#endif
+}
+
 std::vector<double> read_bandwidth(const KernelTable& kernels, Size bytes, int threads,
                                    int repeats) {
-  constexpr size_t kAlignment = size_t{2} << 20;
-  const size_t size = ((size_t)bytes + kAlignment - 1) / kAlignment * kAlignment;
-  std::unique_ptr<float, void (*)(void*)> data((float*)std::aligned_alloc(kAlignment, size),
+  const size_t size = ((size_t)bytes + kLargePage - 1) / kLargePage * kLargePage;
+  std::unique_ptr<float, void (*)(void*)> data((float*)std::aligned_alloc(kLargePage, size),
                                                std::free);
   if (!data) throw std::bad_alloc();
 #if defined(__linux__)

@@ -27,17 +27,21 @@ void compact(const Selection& out, Size t, Size rows, Kept&& kept) {
 
 }  // namespace
 
-Scratch scratch_select(const SelectArgs& a) { return {0, a.out.tile * (a.rows + 1)}; }
+Scratch scratch_select(const SelectArgs& a) {
+  return {0, a.out.tile * (a.rows + 1) + Inputs::floats(a.rows, a.weight->columns)};
+}
 
 void run_select(const SelectArgs& a, Worker& worker) {
   const Selection& out = a.out;
   int32_t* all = (int32_t*)worker.local;
   float* scores = worker.local + out.tile;
+  const Inputs x(a.x, a.rows, a.weight->columns, a.weight->dtype == Dtype::int8,
+                 scores + out.tile * a.rows);
   worker.share(out.tiles(), [&](Size t) {
     const Size first = t * out.tile;
     const Size count = out.entries - first < out.tile ? out.entries - first : out.tile;
     for (Size k = 0; k < count; ++k) all[k] = (int32_t)(first + k);
-    dots(*a.weight, all, count, a.x, a.rows, {}, a.bias, scores, out.tile);
+    dots(*a.weight, all, count, x, {}, a.bias, scores, out.tile);
     compact(out, t, a.rows,
             [&](Size r, Size entry) { return scores[r * out.tile + entry - first] > 0; });
   });

@@ -57,6 +57,7 @@ inline Vec pow2(Vec n) {  // 2^n for whole n in [-126, 127]
   const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
 }
+inline void round_to_ints(Vec a, int32_t* p) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(a.v)); }
 inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {  // a < b ? yes : no
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
@@ -73,8 +74,13 @@ inline Vec zero() { return {_mm256_setzero_ps()}; }
 inline Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline Vec load(const Bf16* p) {
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  // A broadcast costs only the load, and one byte shuffle puts every number where an fp32 has its
+  // upper half: half the work of widening and shifting.
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  const __m256i upper = _mm256_setr_epi8(
+      -1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+      -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return {_mm256_castsi256_ps(_mm256_shuffle_epi8(both, upper))};
 }
 inline Vec load(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
@@ -93,6 +99,9 @@ inline Vec round_even(Vec a) {
 inline Vec pow2(Vec n) {
   const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(e, 23))};
+}
+inline void round_to_ints(Vec a, int32_t* p) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_cvtps_epi32(a.v));
 }
 inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
@@ -151,6 +160,9 @@ inline Vec pow2(Vec n) {
   const Int4 e = __builtin_convertvector(n.v, Int4) + 127;
   return {(Float4)(e << 23)};
 }
+inline void round_to_ints(Vec a, int32_t* p) {
+  for (int i = 0; i < 4; ++i) p[i] = (int32_t)__builtin_rintf(a.v[i]);
+}
 inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) { return {a.v < b.v ? yes.v : no.v}; }
 inline uint32_t less_bits(Vec a, Vec b) {
   uint32_t bits = 0;
@@ -202,6 +214,30 @@ inline float sum(Vec a) {
   return lanes[0];
 }
 
+// Four such sums at once, each by the same tree.
+inline void sum_four(const Vec* a, float* out) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  __m256 h[4];
+  for (int i = 0; i < 4; ++i)
+    h[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i].v), _mm512_extractf32x8_ps(a[i].v, 1));
+#else
+  const __m256 h[4] = {a[0].v, a[1].v, a[2].v, a[3].v};
+#endif
+  const __m256 x = _mm256_add_ps(_mm256_permute2f128_ps(h[0], h[1], 0x20),
+                                 _mm256_permute2f128_ps(h[0], h[1], 0x31));
+  const __m256 y = _mm256_add_ps(_mm256_permute2f128_ps(h[2], h[3], 0x20),
+                                 _mm256_permute2f128_ps(h[2], h[3], 0x31));
+  const __m256 q =
+      _mm256_add_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee));  // 0 2 | 1 3
+  const __m256 r = _mm256_hadd_ps(q, q);
+  const __m128 even = _mm256_castps256_ps128(r), odd = _mm256_extractf128_ps(r, 1);
+  _mm_storeu_ps(out, _mm_unpacklo_ps(even, odd));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(a[i]);
+#endif
+}
+
 inline float largest(Vec a) {
   float lanes[Vec::width];
   store(lanes, a);
@@ -210,7 +246,11 @@ inline float largest(Vec a) {
   return top;
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// A hot loop stands alone: inlined into its callers it loses vector registers to what they keep.
+#define DEJAVU_LOOP [[gnu::noinline]] static
+
+// Always inline: GCC takes a function that only fetches ahead for one without effect, and drops it.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // exp(a) within 1.5 ulp: a = n ln 2 + r, |r| <= ln 2 / 2 (ln 2 in two parts), Taylor to r^7, whose
 // remainder is below 2^-25 of the result. Underflow gives 0, overflow infinity.
