@@ -6,7 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard src/dejavu/kernels/cpu/*)
 
-.PHONY: demo test check bench-embedded bench-opt-1.3b embedded clean
+RESULTS := docs/results
+
+.PHONY: demo test check results embedded clean
 
 demo: $(STAMP)
 	$(BIN)/dejavu demo
@@ -27,6 +29,27 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) install -q -c constraints.txt "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.26" ninja
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(STAMP)
+
+# Every figure of README.md and docs/, measured anew: about half an hour on 2 cores, nothing else
+# running.
+results: $(STAMP)
+	$(PIP) install -q -c constraints.txt "ctranslate2>=4.6"
+	mkdir -p $(RESULTS)
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --json $(RESULTS)/eval-balanced.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level fast --json $(RESULTS)/eval-fast.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 16384 \
+		--json $(RESULTS)/eval-decode.json
+	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
+	$(BIN)/dejavu bench relu-30m --plan relu-30m --peers transformers,ctranslate2 \
+		--new-tokens 128 --json $(RESULTS)/bench-relu-30m.json
+	$(BIN)/dejavu bench --shape opt-1.3b --dtype bf16 --densities 0.05,0.1,0.2,0.4 \
+		--peers transformers --new-tokens 32 --plot docs/plots/opt-1.3b-bf16.png \
+		--json $(RESULTS)/bench-opt-1.3b-bf16.json
+	$(BIN)/dejavu bench --shape opt-1.3b --dtype int8 --densities 0.05,0.1,0.2,0.4 \
+		--peers transformers,ctranslate2 --new-tokens 32 --plot docs/plots/opt-1.3b-int8.png \
+		--json $(RESULTS)/bench-opt-1.3b-int8.json
+	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype bf16 --json $(RESULTS)/mlp-bf16.json
+	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype int8 --json $(RESULTS)/mlp-int8.json
 
 clean:
 	rm -rf build $(VENV)

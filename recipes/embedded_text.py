@@ -42,11 +42,13 @@ def passage(text: str, length: int) -> str:
 
 
 def write(path: Path, passages: list[str]) -> None:
+    """One file of passages, separated as the corpus does."""
     path.write_text(f"\n{SEPARATOR}\n".join(passages) + "\n", encoding="utf-8")
     print(f"{path}: {len(passages)} documents, {path.stat().st_size:,} bytes")
 
 
 def main(corpus: Path, out: Path) -> None:
+    """Cut both samples."""
     with (corpus / "validation.txt").open(encoding="utf-8") as lines:
         write(out / "heldout.txt", [passage(book, 12_000) for book in books(lines, PIECE)])
     with lzma.open(corpus / "train-0.txt.xz", "rt", encoding="utf-8") as lines:

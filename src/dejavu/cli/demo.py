@@ -55,9 +55,7 @@ def demo(
         quality = compare(loaded.model, text, selector, progress=update)
     asked = BenchOptions(exact=False, peers=("transformers",), threads=threads, text=HELDOUT_TEXT)
     with progress("timing dense, sparse and transformers in turns") as update:
-        speed = bench_subject(
-            open_subject(loaded), {"sparse": selector}, asked, progress=update
-        )
+        speed = bench_subject(open_subject(loaded), {"sparse": selector}, asked, progress=update)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     dense_text = LLM(loaded, threads=threads).generate(prompt, params).text
     sparse_text = LLM(loaded, NAME, threads=threads).generate(prompt, params).text
@@ -75,9 +73,10 @@ def demo(
 
 def _result(quality: Comparison, speed: BenchResult) -> dict[str, Any]:
     """What `--json` holds: the table's figures by name, then both results whole."""
-    arms = {"dense": "dense", "sparse": "sparse"} | {
-        "transformers": arm.name for arm in speed.arms if arm.name.startswith("transformers")
-    }
+    arms = {"dense": "dense", "sparse": "sparse"}
+    for arm in speed.arms:
+        if arm.name.startswith("transformers"):
+            arms["transformers"] = arm.name
     reads = quality.reads
     assert reads is not None
     return {
@@ -90,9 +89,7 @@ def _result(quality: Comparison, speed: BenchResult) -> dict[str, Any]:
         },
         "density": {"neurons": reads.neuron_density, "heads": reads.head_density},
         "bytes_read_ratio": reads.weight_bytes,
-        "tokens_per_second": {
-            name: speed.arm(arm).tokens_per_second for name, arm in arms.items()
-        },
+        "tokens_per_second": {name: speed.arm(arm).tokens_per_second for name, arm in arms.items()},
         "quality": quality.to_json(),
         "bench": speed.to_json(),
     }
@@ -105,7 +102,7 @@ def _table(quality: Comparison, speed: BenchResult, result: dict[str, Any]) -> T
     peer = next((arm.name for arm in speed.arms if arm.name.startswith("transformers")), None)
     table = Table(
         title=f"relu-30m, int8, {speed.conditions.threads} threads ({speed.conditions.isa})",
-        caption=f"Perplexity on {quality.dense.tokens} held-out tokens, each with its own selection. "
+        caption=f"Perplexity on {quality.dense.tokens} held-out tokens, each choosing for itself. "
         "Bytes: weights read for a token, predictors included.",
     )
     table.add_column("")
@@ -115,9 +112,7 @@ def _table(quality: Comparison, speed: BenchResult, result: dict[str, Any]) -> T
     table.add_row("perplexity", f"{perplexity['dense']:.3f}", f"{perplexity['sparse']:.3f}", "")
     table.add_row("neurons read", "100%", f"{result['density']['neurons']:.1%}", "100%")
     table.add_row("weight bytes read", "100%", f"{result['bytes_read_ratio']:.1%}", "")
-    table.add_row(
-        "tokens/s", *(f"{rates[n]:.0f}" if n in rates else "-" for n in _ARMS)
-    )
+    table.add_row("tokens/s", *(f"{rates[n]:.0f}" if n in rates else "-" for n in _ARMS))
     table.add_row(
         "speed against dense",
         *(f"{rates[n] / rates['dense']:.2f}x" if n in rates else "-" for n in _ARMS),

@@ -33,7 +33,8 @@ def evaluate(
         typer.Option("--preset", help="documents (end token between them), whole, or wikitext2."),
     ] = "documents",
     window: Annotated[
-        int | None, typer.Option("--window", min=1, help="Tokens a forward reads; default: context.")
+        int | None,
+        typer.Option("--window", min=1, help="Tokens a forward reads; default: context."),
     ] = None,
     stride: Annotated[
         int | None, typer.Option("--stride", min=1, help="Default: the window.")

@@ -61,6 +61,6 @@ def generate(
     if not quiet:
         for text, completion in zip(prompts, completions, strict=True):
             print(f"{text}{completion.text}\n" if len(prompts) > 1 else completion.text)
-    write_json({"model": model, "plan": plan, "completions": [c.to_json() for c in completions]},
-               json_file)
-
+    write_json(
+        {"model": model, "plan": plan, "completions": [c.to_json() for c in completions]}, json_file
+    )

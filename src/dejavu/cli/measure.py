@@ -22,7 +22,7 @@ def measure(
             help="Text on which static pruning chooses. Default: the embedded calibration text.",
         ),
     ] = None,
-    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of text.")] = 8,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows of text.")] = 4,
     window: Annotated[
         int | None, typer.Option("--window", min=2, help="Tokens a window; default: context, 512.")
     ] = None,

@@ -21,7 +21,8 @@ Plan = Annotated[
     typer.Option("--plan", "-p", metavar="PLAN", help="Sparsity plan: folder, Hub id or relu-30m."),
 ]
 Level = Annotated[
-    str, typer.Option("--level", help="Level of the plan: exact, balanced (1 % loss) or fast (3 %).")
+    str,
+    typer.Option("--level", help="Level of the plan: exact, balanced (1 % loss) or fast (3 %)."),
 ]
 Policy = Annotated[
     str | None,
@@ -38,7 +39,8 @@ Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")
 ]
 Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
 ]
 Texts = Annotated[
     list[Path] | None,

@@ -69,8 +69,10 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def progress(description: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `update(done, total, description)`. Silent where stderr is no
-    terminal."""
+    """A progress bar on stderr; yields `update(done, total, description)`.
+
+    Silent where stderr is no terminal.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -1,0 +1,1 @@
+"""Quality: perplexity on a text, dense and sparse side by side."""

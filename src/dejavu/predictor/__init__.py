@@ -1,0 +1,1 @@
+"""Predictors of what a token needs, and the plans made of them."""

@@ -17,7 +17,7 @@ from dejavu.kernels.ops import Ops, Projection
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """first `[rank, D]`, second `[entries, rank]`: int8 with a scale a row; bias fp32 `[entries]`."""
+    """first `[rank, D]`, second `[entries, rank]`: int8 with scales; bias fp32 `[entries]`."""
 
     first: Matrix
     second: Matrix

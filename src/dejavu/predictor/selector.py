@@ -30,7 +30,7 @@ class Choice:
 
 
 class PlanSelector(MeteredSelector):
-    """Selects by the choices of a plan's level; a site and layer without one computes everything."""
+    """Selects by the choices of a plan's level; a place without one computes everything."""
 
     def __init__(self, layers: int, neurons: int, choices: Mapping[Key, Choice]) -> None:
         """layers, neurons: of the model."""

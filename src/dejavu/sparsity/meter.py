@@ -13,7 +13,7 @@ from dejavu.sparsity.policy import Selector, Site
 
 
 class Meter:
-    """Entries listed, used and active, by site and layer, summed over steps of equally many rows."""
+    """Entries listed, used and active, by site and layer, summed over steps."""
 
     def __init__(self, layers: int) -> None:
         # Filled by `Ops.tally`: entries read, entries used summed over rows, rows.

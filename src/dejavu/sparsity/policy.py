@@ -24,7 +24,9 @@ class Site(StrEnum):
 class Stage(StrEnum):
     """Intermediate results a selector may look at, beside the points it selects from."""
 
-    BLOCK_INPUT = "block_input"  # residual stream [N, D] entering block `layer` (and after the last)
+    BLOCK_INPUT = (
+        "block_input"  # residual stream [N, D] entering block `layer` (and after the last)
+    )
     BLOCK_MIDDLE = "block_middle"  # residual stream [N, D] between attention and MLP
     HEAD_OUTPUTS = "head_outputs"  # [N, H, d], before the output projection
     LOGITS = "logits"  # [N, V]

@@ -142,7 +142,7 @@ def open_checkpoint(source: str | os.PathLike[str], *, revision: str | None = No
     if path.suffix == ".gguf" or not is_hub_id(name):
         raise InputError(
             f"model {name!r}: there is no such file or folder, and it cannot be the id of a model "
-            "on the Hugging Face Hub, which looks like 'org/name' (the model inside this package is "
+            "on the Hugging Face Hub, which looks like 'org/name' (inside this package is "
             f"{NAME!r})"
         )
     return _open_folder(snapshot(name, revision))

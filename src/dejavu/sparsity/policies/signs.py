@@ -18,7 +18,7 @@ from dejavu.sparsity.policy import Points, Selector, Site
 
 
 class Signs(MeteredSelector):
-    """signs: int64 `[F, ceil(D / 64)]` a layer; agree_min: int32 `[F]`, agreeing channels needed."""
+    """signs: int64 `[F, ceil(D / 64)]` a layer; agree_min: int32 `[F]`, agreements needed."""
 
     def __init__(self, signs: list[Tensor], agree_min: Tensor) -> None:
         super().__init__(len(signs))

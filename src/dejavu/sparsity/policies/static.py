@@ -29,7 +29,7 @@ class Static(Selector):
 def static(
     model: ModelView[Cache], windows: Callable[[], Sequence[Tensor]], *, keep: float = 0.5
 ) -> Selector:
-    """The share of neurons, of all layers together, with the largest mean contribution on a text."""
+    """The neurons, of all layers together, with the largest mean contribution on a text."""
     if not 0.0 < keep <= 1.0:
         raise InputError(f"policy static: keep must lie in (0, 1], not {keep:g}")
     recorder = Recorder(model)
