@@ -186,9 +186,12 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
     for (; end == lines && i < width; i += Int16s::width) {
       Int16s stored[J];
       for (int j = 0; j < J; ++j) {
+        if (i + Int16s::width <= width) {
+          stored[j] = widen(w[j] + i);
+          continue;
+        }
         int8_t rest[Int16s::width] = {};
-        const Size left = width - i < Int16s::width ? width - i : Int16s::width;
-        std::memcpy(rest, w[j] + i, (size_t)left);
+        std::memcpy(rest, w[j] + i, (size_t)(width - i));
         stored[j] = widen(rest);
       }
       step(stored, i);
