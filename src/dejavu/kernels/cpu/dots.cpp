@@ -5,7 +5,7 @@ namespace {
 
 // Stored rows handled together. Where every batch row picks its own, a chunk is small enough to
 // stay in the first two cache levels while the batch rows pass over it.
-constexpr Size kChunk = 64, kAhead = 32, kPickedChunk = 16;
+constexpr Size kChunk = 64, kPickedChunk = 16;
 
 template <class W>
 void grid(const W* const* w, Size count, Size known, const Inputs& x, Size first, Size rows,
@@ -17,16 +17,17 @@ void grid(const W* const* w, Size count, Size known, const Inputs& x, Size first
 }
 
 template <class W>
-void dots_of(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x,
+void dots_of(const Matrix& weight, const int32_t* listed, Size count, Size known, const Inputs& x,
              const Use& use, const float* bias, float* out, Size row_stride) {
   const W* data = (const W*)weight.data;
-  const W* w[kChunk + kAhead];
+  const W* w[kChunk + kAheadRows];
   for (Size start = 0, size; !use.mask && start < count; start += size) {
     const Size left = count - start;
     size = left < kChunk ? left : kChunk;
-    const Size known = left < kChunk + kAhead ? left : kChunk + kAhead;
-    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * x.width;
-    grid(w, size, known, x, 0, x.rows, out + start, row_stride);
+    const Size rest = known - start;
+    const Size named = rest < kChunk + kAheadRows ? rest : kChunk + kAheadRows;
+    for (Size k = 0; k < named; ++k) w[k] = data + listed[start + k] * x.width;
+    grid(w, size, named, x, 0, x.rows, out + start, row_stride);
   }
   for (Size start = 0; use.mask && start < count; start += kPickedChunk) {
     const Size size = count - start < kPickedChunk ? count - start : kPickedChunk;
@@ -61,12 +62,12 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
              Size stride, Size rows, bool skip, float* acc, Size acc_stride) {
   const W* data = (const W*)weight.data;
   const Size width = weight.columns;
-  const W* w[kChunk + kAhead];
+  const W* w[kChunk + kAheadRows];
   float own[kPickedChunk];
   for (Size start = 0, size; rows == 1 && start < count; start += size) {
     const Size left = count - start;
     size = left < kChunk ? left : kChunk;
-    const Size known = left < kChunk + kAhead ? left : kChunk + kAhead;
+    const Size known = left < kChunk + kAheadRows ? left : kChunk + kAheadRows;
     for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * width;
     sum_rows(w, coefficients + start, size, known, acc, width);
   }
@@ -109,11 +110,11 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
 
 }  // namespace
 
-void dots(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x, const Use& use,
-          const float* bias, float* out, Size row_stride) {
+void dots(const Matrix& weight, const int32_t* listed, Size count, Size known, const Inputs& x,
+          const Use& use, const float* bias, float* out, Size row_stride) {
   with_dtype(weight.dtype, [&](auto* type) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    dots_of<W>(weight, listed, count, x, use, bias, out, row_stride);
+    dots_of<W>(weight, listed, count, known, x, use, bias, out, row_stride);
   });
 }
 

@@ -209,9 +209,12 @@ struct Inputs {
   }
 };
 
-// out[r * row_stride + k] = stored row listed[k] . x[r] * scale + bias where row r uses it, else 0.
-void dots(const Matrix& weight, const int32_t* listed, Size count, const Inputs& x, const Use& use,
-          const float* bias, float* out, Size row_stride);
+constexpr Size kAheadRows = 32;  // listed rows past the last that are worth naming
+
+// out[r * row_stride + k] = stored row listed[k] . x[r] * scale + bias where row r uses it, else 0,
+// for k < count. Of the `known` listed rows those from count on are only fetched ahead.
+void dots(const Matrix& weight, const int32_t* listed, Size count, Size known, const Inputs& x,
+          const Use& use, const float* bias, float* out, Size row_stride);
 
 // acc[r * acc_stride ...] += coefficients[r * stride + k] * stored row listed[k], k ascending.
 // Coefficients carry the scale already. With `skip`, a stored row whose coefficient is 0 for some

@@ -130,7 +130,7 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < neurons ? first + a.tile : neurons;
     Size count = list_range(a.selection, 1, first, last, listed);
-    dots(inner, listed, count, x, use, inner_bias, active, a.tile);
+    dots(inner, listed, count, count, x, use, inner_bias, active, a.tile);
     // A neuron that a row does not use comes as 0, and every activation leaves 0 at 0.
     for (Size r = 0; r < a.rows; ++r)
       activate(a.activation, a.threshold, active + r * a.tile, count);
@@ -139,7 +139,7 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
     if (skip && a.gate && closes(a.activation))
       count = drop_zeros(listed, active, count, a.tile, a.rows);
     if (a.gate) {
-      dots(*a.up, listed, count, x, use, a.up_bias, linear, a.tile);
+      dots(*a.up, listed, count, count, x, use, a.up_bias, linear, a.tile);
       for (Size r = 0; r < a.rows; ++r)
         for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= linear[r * a.tile + k];
     }

@@ -41,7 +41,7 @@ void run_select(const SelectArgs& a, Worker& worker) {
     const Size first = t * out.tile;
     const Size count = out.entries - first < out.tile ? out.entries - first : out.tile;
     for (Size k = 0; k < count; ++k) all[k] = (int32_t)(first + k);
-    dots(*a.weight, all, count, x, {}, a.bias, scores, out.tile);
+    dots(*a.weight, all, count, count, x, {}, a.bias, scores, out.tile);
     compact(out, t, a.rows,
             [&](Size r, Size entry) { return scores[r * out.tile + entry - first] > 0; });
   });

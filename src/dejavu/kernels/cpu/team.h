@@ -39,6 +39,7 @@ class Worker {
     finish(count, finished);
   }
 
+  int threads() const { return threads_; }
   void fail(Fault fault) { fault_->store(fault, std::memory_order_relaxed); }
   void start(Phase* phases) { phase_ = phases; }
 
