@@ -1,10 +1,11 @@
 // Decode attention over the paged cache: one query token a row.
 //
 // The positions a token sees are cut into spans of kSpan, counted from the first one it sees. A
-// span of one row and group is one item of work and leaves its largest score, its sum of
-// exponentials and its weighted values; the thread that finishes the last span of a row and group
-// merges them in order. So long contexts spread over the threads even for one row, and the bits
-// depend on the row alone.
+// span of a row and some neighbouring groups is an item of work; for each group it leaves the
+// largest score, the sum of exponentials and the weighted values, and the thread that finishes the
+// last span merges them in order. So long contexts spread over the threads even for one row, and
+// the bits depend on the row alone. Groups go together because a position's heads lie together: one
+// group alone reads a cache line or two here and there.
 
 #include <cmath>
 
@@ -14,7 +15,8 @@ namespace dejavu::DEJAVU_ISA {
 namespace {
 
 constexpr Size kSpan = 256;
-constexpr Size kTogether = 16;  // positions whose keys (values) are handled in one go
+constexpr Size kTogether = 16;   // positions whose keys (values) are handled in one go
+constexpr Size kScoreRows = 32;  // rows of scores an item may hold
 
 struct Extent {
   Size first, length, spans;
@@ -65,12 +67,12 @@ Fault check(const AttentionArgs& a) {
   return Fault::none;
 }
 
-// Where the keys and values of a group's positions [first, last) lie in the cache.
-void locate(const AttentionArgs& a, Size row, Size group, Size first, Size last, Size* at) {
+// Where positions [first, last) of a row lie in the cache: their first group's keys and values.
+void locate(const AttentionArgs& a, Size row, Size first, Size last, Size* at) {
   const int32_t* block = a.block_table + row * a.max_blocks + first / a.block_size;
   Size offset = first % a.block_size;
   for (Size p = first; p < last; ++p) {
-    *at++ = ((*block * a.block_size + offset) * a.groups + group) * a.head_dim;
+    *at++ = (*block * a.block_size + offset) * a.groups * a.head_dim;
     if (++offset == a.block_size) {
       offset = 0;
       ++block;
@@ -94,12 +96,13 @@ void soften(float* scores, Size size, float scale, float* result) {
   result[1] = sum(total);
 }
 
-void attend_span(const AttentionArgs& a, Size row, Size group, Size first, Size last,
-                 float* scores, float* part) {
+// One span of the numbered groups; their results go to part(group).
+template <class Part>
+void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size group_count, Size first,
+                 Size last, float* scores, Part&& part) {
   const Size queries = a.heads / a.groups, dim = a.head_dim, size = last - first;
   Size at[kSpan];
-  locate(a, row, group, first, last, at);
-  // Positions of a head lie `groups` heads apart, a stride that the hardware does not foresee.
+  locate(a, row, first, last, at);
   const auto fetch = [&](const float* cache, Size from) {
     for (Size p = from; p < from + kTogether && p < size; ++p)
       for (Size i = 0; i < dim; i += kLine / (Size)sizeof(float)) prefetch(cache + at[p] + i);
@@ -107,31 +110,35 @@ void attend_span(const AttentionArgs& a, Size row, Size group, Size first, Size 
   for (Size h = 0; h < queries; h += kMaxRows) {
     const Size count = queries - h < kMaxRows ? queries - h : kMaxRows;
     const float *q[kMaxRows], *stored[kTogether];
-    for (Size i = 0; i < count; ++i)
-      q[i] = a.q + (row * a.heads + group * queries + h + i) * dim;
     const auto point = [&](const float* cache, Size from) {
       const Size together = size - from < kTogether ? size - from : kTogether;
       for (Size k = 0; k < together; ++k) stored[k] = cache + at[from + k];
       return together;
     };
-    fetch(a.keys, 0);
-    for (Size from = 0; from < size; from += kTogether) {
-      fetch(a.keys, from + kTogether);
-      fetch(a.values, from);
-      const Size together = point(a.keys, from);
-      dot_grid(stored, together, together, q, count, dim, scores + from, kSpan);
-    }
-    for (Size i = 0; i < count; ++i) {
-      float* result = part + (h + i) * (dim + 2);
-      soften(scores + i * kSpan, size, a.scale, result);
-      std::memset(result + 2, 0, (size_t)dim * sizeof(float));
-    }
-    for (Size from = 0; from < size; from += kTogether) {
-      const Size together = point(a.values, from);
-      for (Size i = 0; i < count; ++i)
-        sum_rows(stored, scores + i * kSpan + from, together, together,
-                 part + (h + i) * (dim + 2) + 2, dim);
-    }
+    for (Size from = 0; from < size; from += kTogether)
+      for (Size n = 0; n < group_count; ++n) {
+        const float* keys = a.keys + groups[n] * dim;
+        fetch(keys, from + kTogether);
+        fetch(a.values + groups[n] * dim, from);
+        for (Size i = 0; i < count; ++i)
+          q[i] = a.q + (row * a.heads + groups[n] * queries + h + i) * dim;
+        const Size together = point(keys, from);
+        dot_grid(stored, together, together, q, count, dim, scores + n * count * kSpan + from,
+                 kSpan);
+      }
+    for (Size n = 0; n < group_count; ++n)
+      for (Size i = 0; i < count; ++i) {
+        float* result = part(groups[n]) + (h + i) * (dim + 2);
+        soften(scores + (n * count + i) * kSpan, size, a.scale, result);
+        std::memset(result + 2, 0, (size_t)dim * sizeof(float));
+      }
+    for (Size from = 0; from < size; from += kTogether)
+      for (Size n = 0; n < group_count; ++n) {
+        const Size together = point(a.values + groups[n] * dim, from);
+        for (Size i = 0; i < count; ++i)
+          sum_rows(stored, scores + (n * count + i) * kSpan + from, together, together,
+                   part(groups[n]) + (h + i) * (dim + 2) + 2, dim);
+      }
   }
 }
 
@@ -154,12 +161,18 @@ void merge(const AttentionArgs& a, Size row, Size group, Size spans, const float
   }
 }
 
+// Groups an item: neighbours, but enough items for every thread.
+Size groups_together(const AttentionArgs& a, int threads) {
+  const Size queries = a.heads / a.groups;
+  const Size room = kScoreRows / (queries < kMaxRows ? queries : kMaxRows);
+  const Size fair = a.groups / (2 * threads);
+  return fair < 1 ? 1 : fair > room ? room : fair;
+}
+
 }  // namespace
 
 Scratch scratch_attention(const AttentionArgs& a) {
-  const Size queries = a.heads / a.groups;
-  const Size together = queries < kMaxRows ? queries : kMaxRows;
-  return {a.rows * a.groups * max_spans(a) * part_size(a), together * kSpan};
+  return {a.rows * a.groups * max_spans(a) * part_size(a), kScoreRows * kSpan};
 }
 
 void run_attention(const AttentionArgs& a, Worker& worker) {
@@ -169,8 +182,10 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
     return;
   }
   const Size queries = a.heads / a.groups, dim = a.head_dim, capacity = max_spans(a);
-  // An empty row still has its outputs to clear: one item a group.
-  const auto items_of = [&](const Extent& e) { return a.groups * (e.spans ? e.spans : 1); };
+  const Size together = groups_together(a, worker.threads());
+  const Size bundles = (a.groups + together - 1) / together;
+  // An empty row still has its outputs to clear: one item a bundle.
+  const auto items_of = [&](const Extent& e) { return bundles * (e.spans ? e.spans : 1); };
   Size total = 0;
   for (Size row = 0; row < a.rows; ++row) total += items_of(extent_of(a, row));
   worker.share(total, [&](Size item) {
@@ -180,32 +195,37 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
       item -= items_of(extent);
       extent = extent_of(a, ++row);
     }
-    const Size group = item % a.groups, span = item / a.groups;
-    const Size last_span = extent.spans - 1;
-    if (span == last_span) {
-      // The new token lies in the last span; no other item of this step reads it.
-      const Size to = (slot_of(a, row, extent.length - 1) * a.groups + group) * dim;
-      const Size from = (row * a.groups + group) * dim;
-      std::memcpy(a.keys + to, a.k + from, (size_t)dim * sizeof(float));
-      std::memcpy(a.values + to, a.v + from, (size_t)dim * sizeof(float));
-    }
-    if (!extent.spans || !is_used(a, row, group)) {
-      if (span == 0)
+    const Size bundle = item % bundles, span = item / bundles;
+    const Size group_end = (bundle + 1) * together < a.groups ? (bundle + 1) * together : a.groups;
+    Size used[kScoreRows], used_count = 0;
+    for (Size group = bundle * together; group < group_end; ++group) {
+      if (span == extent.spans - 1) {
+        // The new token lies in the last span; no other item of this step reads it.
+        const Size to = (slot_of(a, row, extent.length - 1) * a.groups + group) * dim;
+        const Size from = (row * a.groups + group) * dim;
+        std::memcpy(a.keys + to, a.k + from, (size_t)dim * sizeof(float));
+        std::memcpy(a.values + to, a.v + from, (size_t)dim * sizeof(float));
+      }
+      if (extent.spans && is_used(a, row, group))
+        used[used_count++] = group;
+      else if (span == 0)
         std::memset(a.out + (row * a.heads + group * queries) * dim, 0,
                     (size_t)(queries * dim) * sizeof(float));
-      return;
     }
-    const Size pair = row * a.groups + group;
-    float* parts = worker.shared + pair * capacity * part_size(a);
+    if (!used_count) return;
+    const auto parts = [&](Size group) {
+      return worker.shared + (row * a.groups + group) * capacity * part_size(a);
+    };
     const Size first = extent.first + span * kSpan;
     const Size last = first + kSpan < extent.length ? first + kSpan : extent.length;
-    attend_span(a, row, group, first, last, worker.local, parts + span * part_size(a));
+    attend_span(a, row, used, used_count, first, last, worker.local,
+                [&](Size group) { return parts(group) + span * part_size(a); });
     if (extent.spans > 1) {
-      const int done = __atomic_add_fetch(a.arrivals + pair, 1, __ATOMIC_ACQ_REL);
-      if (done < extent.spans) return;
-      __atomic_store_n(a.arrivals + pair, 0, __ATOMIC_RELAXED);
+      int32_t* arrivals = a.arrivals + row * a.groups + bundle;
+      if (__atomic_add_fetch(arrivals, 1, __ATOMIC_ACQ_REL) < extent.spans) return;
+      __atomic_store_n(arrivals, 0, __ATOMIC_RELAXED);
     }
-    merge(a, row, group, extent.spans, parts);
+    for (Size n = 0; n < used_count; ++n) merge(a, row, used[n], extent.spans, parts(used[n]));
   });
 }
 
