@@ -123,7 +123,7 @@ def test_quantize_the_quantised_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("quantize", MODEL, "--out", tmp_path / "q") == 1
-    assert "int8" in capsys.readouterr().err
+    assert "quantised already" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
 
 

@@ -109,7 +109,7 @@ def levels_table(plan: Plan) -> Table:
         ("perplexity / dense", "perplexity_ratio", "{:.4f}".format),
         ("neurons", "neuron_density", _percent),
         ("heads", "head_density", _percent),
-        ("bytes", "bytes_ratio", _percent),
+        ("bytes", "weight_bytes", _percent),
         ("tokens/s", "tokens_per_second", "{:.0f}".format),
     ]
     for title, _, _ in columns:
