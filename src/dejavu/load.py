@@ -178,6 +178,10 @@ def _used(held: dict[str, str], names: dict[str, str]) -> Iterable[str]:
 def _matrix(tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str) -> Matrix:
     """A checkpoint tensor `[out, in]` as a Matrix in the kernels' orientation."""
     by_input = slot.kind is Kind.BY_INPUT
+    if not by_input:
+        # A mapped file's pages are small and unaligned; memory of our own can be large pages, and a
+        # file that is overwritten in place no longer changes a running model.
+        tensor = tensor.clone()
     if slot.kind is Kind.TABLE and dtype == "int8":
         dtype = "auto"  # positions are small and added once: quantising them saves nothing
     if scale is not None:
