@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +13,12 @@ from dejavu.engine.decode_step import DecodeStep
 from dejavu.engine.scheduler import Request
 from dejavu.errors import BackendError, InputError
 from dejavu.eval.text import Window
-from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.native import MAX_ROWS, NativeOps
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.models.base import DecoderLM
 from dejavu.models.kv_cache import blocks_for
+from dejavu.predictor.wide import widened
 from dejavu.registry import unknown
 from dejavu.sparsity.policy import Selector
 
@@ -68,7 +66,7 @@ class Reader:
         self.through = through
         self._rows = rows
         self._ops = ops or (TorchOps() if through == "prefill" else _decode_ops())
-        self._model = _widened(model) if through == "prefill" else model
+        self._model = widened(model) if through == "prefill" else model
 
     @property
     def backend(self) -> str:
@@ -146,41 +144,3 @@ def _decode_ops() -> Ops:
         return NativeOps()
     except BackendError:
         return TorchOps()
-
-
-def _widened(model: DecoderLM) -> DecoderLM:
-    """The model with fp32 matrices, so that no window has to convert them again.
-
-    Bit for bit the same model. As it is where the copy would take more than a quarter of the
-    machine's memory.
-    """
-    matrices = {id(m): m for m in _matrices(model.weights) if m.dtype != "fp32"}
-    size = sum(4 * m.rows * m.columns for m in matrices.values())
-    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
-        return model
-    wide = {key: Matrix(matrix.float()) for key, matrix in matrices.items()}
-    return DecoderLM(model.config, _replaced(model.weights, wide)) if wide else model
-
-
-def _matrices(part: Any) -> Iterator[Matrix]:
-    if isinstance(part, Matrix):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _matrices(each)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from _matrices(getattr(part, field.name))
-
-
-def _replaced(part: Any, by_id: dict[int, Matrix]) -> Any:
-    """A copy in which matrices are exchanged; tied ones stay tied."""
-    if isinstance(part, Matrix):
-        return by_id.get(id(part), part)
-    if isinstance(part, tuple):
-        return tuple(_replaced(each, by_id) for each in part)
-    if is_dataclass(part) and not isinstance(part, type):
-        return replace(
-            part, **{f.name: _replaced(getattr(part, f.name), by_id) for f in fields(part)}
-        )
-    return part
