@@ -17,7 +17,7 @@ def pull_plan(repo_id: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    from dejavu.weights.hub import is_hub_id
+    from dejavu.weights.hub import hub_endpoint, is_hub_id
 
     if not is_hub_id(repo_id):
         raise PlanError(
@@ -25,7 +25,11 @@ def pull_plan(repo_id: str, revision: str | None = None) -> Path:
             "on the Hugging Face Hub, which looks like 'org/name'"
         )
     try:
-        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+        folder = Path(
+            snapshot_download(
+                repo_id, revision=revision, endpoint=hub_endpoint(), allow_patterns=list(FILES)
+            )
+        )
     except Exception as error:  # network libraries have types of their own
         raise PlanError(
             f"plan {repo_id!r}: there is no such folder, and the Hugging Face Hub did not give it "
@@ -47,9 +51,10 @@ def push_plan(
     from huggingface_hub import HfApi
 
     from dejavu.predictor.plan import load_plan
+    from dejavu.weights.hub import hub_endpoint
 
     plan = load_plan(folder)
-    api = HfApi()
+    api = HfApi(endpoint=hub_endpoint())
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         commit = api.upload_folder(

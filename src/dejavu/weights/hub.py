@@ -12,7 +12,7 @@ from pathlib import Path
 from dejavu.errors import CheckpointError
 from dejavu.weights.layout import find_weights, shards_of_index
 
-__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "is_hub_id", "snapshot"]
+__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "hub_endpoint", "is_hub_id", "snapshot"]
 
 # Everything of a model that is not weights: configs, tokenizer, chat template, licence.
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
@@ -23,6 +23,14 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
+
+
+def hub_endpoint() -> str | None:
+    """Address of the Hub that ``HF_ENDPOINT`` names now; None for the library's own.
+
+    The library itself reads the variable only once, when it is imported.
+    """
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def is_hub_id(name: str) -> bool:
@@ -88,8 +96,7 @@ def _has_weights(folder: Path) -> bool:
 def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    # The library reads the variable only once, when it is imported.
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    endpoint = hub_endpoint()
     siblings = HfApi(endpoint=endpoint).model_info(repo_id, revision=revision).siblings or []
     # Files in subfolders are other formats of the same weights (onnx/, original/).
     names = [file.rfilename for file in siblings if "/" not in file.rfilename]
