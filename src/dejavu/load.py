@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dejavu.config import ModelConfig
 from dejavu.errors import CheckpointError, InputError
+from dejavu.kernels.device import check_fit, resolve_device
 from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
 from dejavu.models.base import DecoderLM
 from dejavu.models.slots import Kind, Slot, assemble, slots
@@ -34,18 +35,31 @@ class LoadedModel:
 
 
 def load_model(
-    source: str | os.PathLike[str], *, dtype: str = "auto", progress: Progress | None = None
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
 ) -> LoadedModel:
-    """Read a checkpoint (local folder, GGUF file or Hub id) into a `DecoderLM` on the CPU.
+    """Read a checkpoint (local folder, GGUF file or Hub id) into a `DecoderLM`.
 
-    dtype: of the weight matrices, fp32, bf16 or int8 (one scale a stored row); auto keeps the
-    file's own (fp16 becomes bf16). Norms and biases are fp32. Peak memory is about the model plus
-    one shard. Raises CheckpointError naming missing, unexpected or misshapen tensors, ConfigError
-    for a model that cannot be built, InputError for a bad `dtype` or source.
+    dtype: of the weight matrices, fp32, bf16, int8 (one scale a stored row; CPU only) or fp16 (GPU
+    only); auto keeps the file's own (on the CPU fp16 becomes bf16). Norms and biases are fp32.
+    device: cpu, cuda or cuda:N; tensors go there one by one as they are read. Peak memory of the
+    machine is about one shard, and the model where it is for the CPU.
+
+    Raises CheckpointError naming missing, unexpected or misshapen tensors, ConfigError for a model
+    that cannot be built, InputError for a bad `dtype`, `device` or source and for a model that does
+    not fit into the GPU's free memory (before anything is read), BackendError for a GPU that is not
+    there.
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES, InputError)
+    target = resolve_device(device)
+    check_dtype(dtype, target)
     checkpoint = open_checkpoint(source)
+    if dtype == "auto" and checkpoint.quantization == "int8":
+        check_dtype("int8", target)
     module = architecture(checkpoint.config.get("model_type"))
     config: ModelConfig = module.config_from_hf(checkpoint.config)
     held = _todays_names(checkpoint, module)
@@ -54,6 +68,7 @@ def load_model(
         wanted["lm_head"] = wanted["embed_tokens"]
     names = {checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
     _check_names(checkpoint, set(held.values()), names, config)
+    _check_fit(checkpoint, held, names, wanted, dtype, target)
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Tensor] = {}
     for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, held, names), 1):
@@ -61,9 +76,9 @@ def load_model(
         slot = wanted[slot_name]
         _check_tensor(checkpoint, name, tensor, scale, slot)
         if slot.kind is Kind.VECTOR:
-            vectors[slot_name] = tensor.float().contiguous()
+            vectors[slot_name] = tensor.to(target).float().contiguous()
         else:
-            matrices[slot_name] = _matrix(tensor, scale, slot, dtype)
+            matrices[slot_name] = _matrix(tensor, scale, slot, dtype, target)
         if progress is not None:
             progress(done, len(names))
     config = _settle_tie(config, matrices)
@@ -175,10 +190,14 @@ def _used(held: dict[str, str], names: dict[str, str]) -> Iterable[str]:
     return [source for source, name in held.items() if name.removesuffix("_scale") in names]
 
 
-def _matrix(tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str) -> Matrix:
+def _matrix(
+    tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str, device: torch.device
+) -> Matrix:
     """A checkpoint tensor `[out, in]` as a Matrix in the kernels' orientation."""
     by_input = slot.kind is Kind.BY_INPUT
-    if not by_input:
+    if device.type != "cpu":
+        tensor, scale = tensor.to(device), None if scale is None else scale.to(device)
+    elif not by_input:
         # A mapped file's pages are small and unaligned; memory of our own can be large pages, and a
         # file that is overwritten in place no longer changes a running model.
         tensor = tensor.clone()
@@ -189,22 +208,85 @@ def _matrix(tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str) -> Mat
         stored = Matrix(data, scale.float().flatten().contiguous())
         return stored if dtype in ("auto", "int8") else Matrix.from_float(stored.float(), dtype)
     if dtype == "auto":
-        dtype = "fp32" if tensor.dtype == torch.float32 else "bf16"
+        dtype = _kept(tensor.dtype, device)
     return Matrix.from_float(tensor.t() if by_input else tensor, dtype)
 
 
-def random_model(config: ModelConfig, *, dtype: str, seed: int = 0) -> DecoderLM:
+def _kept(dtype: torch.dtype, device: torch.device) -> str:
+    """What `auto` makes of a file's float dtype."""
+    if dtype == torch.float32:
+        return "fp32"
+    return "fp16" if dtype == torch.float16 and device.type == "cuda" else "bf16"
+
+
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Raise InputError where weights of a dtype cannot run on a device."""
+    if dtype == "fp16" and device.type == "cpu":
+        raise InputError("fp16 weights need --device cuda; use --dtype bf16 on the CPU")
+    if dtype == "int8" and device.type == "cuda":
+        raise InputError(
+            f"int8 weights do not run on {device}; --dtype fp16 (or bf16) dequantises them while "
+            "they are loaded"
+        )
+
+
+def _check_fit(
+    checkpoint: Checkpoint,
+    held: dict[str, str],
+    names: dict[str, str],
+    wanted: dict[str, Slot],
+    dtype: str,
+    device: torch.device,
+) -> None:
+    """Whether the model, and one tensor while it is turned, fit into a GPU's free memory."""
+    total = largest = 0
+    for name, info in checkpoint.tensor_infos().items():
+        slot = wanted.get(names.get(held[name], ""))
+        if slot is None:
+            continue
+        count = torch.Size(info.shape).numel()
+        kept = dtype
+        if slot.kind is Kind.VECTOR:
+            kept = "fp32"
+        elif dtype == "auto":
+            kept = _kept(info.dtype, device)
+        total += count * WEIGHT_DTYPES[kept].itemsize
+        largest = max(largest, count * info.dtype.itemsize)
+    halves = " --dtype fp16 halves it," if dtype == "fp32" else ""
+    check_fit(
+        total + largest,
+        device,
+        f"{checkpoint.path} in {dtype}",
+        f"free the GPU of other work,{halves} take a larger GPU, or run on --device cpu",
+    )
+
+
+def random_model(
+    config: ModelConfig, *, dtype: str, device: str | torch.device = "cpu", seed: int = 0
+) -> DecoderLM:
     """A model of a given shape with random weights: for speed only, its text means nothing.
 
     Matrices are normal with spread 0.02 (int8: uniform bytes of that spread), norms 1, biases 0.
+    They are made on the device itself. Raises InputError for one that does not fit there.
     """
-    generator = torch.Generator().manual_seed(seed)
+    target = resolve_device(device)
+    if dtype == "int8":
+        check_dtype(dtype, target)
+    shapes = slots(config)
+    size = sum(torch.Size(slot.shape).numel() for slot in shapes.values())
+    check_fit(
+        size * WEIGHT_DTYPES[dtype].itemsize,
+        target,
+        f"a {config.model_type} model of {size / 1e9:.2f} billion weights in {dtype}",
+        "free the GPU of other work or choose a smaller shape",
+    )
+    generator = torch.Generator(target).manual_seed(seed)
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Any] = {}
-    for name, slot in slots(config).items():
+    for name, slot in shapes.items():
         if slot.kind is Kind.VECTOR:
             fill = 1.0 if name.endswith("norm.weight") else 0.0
-            vectors[name] = torch.full(slot.shape, fill)
+            vectors[name] = torch.full(slot.shape, fill, device=target)
             continue
         shape = slot.shape[::-1] if slot.kind is Kind.BY_INPUT else slot.shape
         if dtype == "int8" and slot.kind is not Kind.TABLE:
@@ -212,6 +294,6 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int = 0) -> DecoderLM
             matrices[name] = Matrix(data, torch.full(shape[:1], 0.02 / 73.3))
         else:
             kept = "bf16" if dtype == "int8" else dtype
-            data = torch.empty(shape, dtype=WEIGHT_DTYPES[kept])
+            data = torch.empty(shape, dtype=WEIGHT_DTYPES[kept], device=target)
             matrices[name] = Matrix(data.normal_(0.0, 0.02, generator=generator))
     return DecoderLM(config, assemble(config, matrices, vectors))

@@ -218,8 +218,8 @@ def test_auto_keeps_the_dtype_of_the_file_and_halves_become_bf16(
 
 def test_bad_options_and_configs(make: Callable[..., Tiny]) -> None:
     tiny = make("llama")
-    with pytest.raises(InputError, match=r"unknown dtype 'fp16'.*auto, bf16, fp32, int8"):
-        load_model(tiny.path, dtype="fp16")
+    with pytest.raises(InputError, match=r"unknown dtype 'fp8'.*auto, bf16, fp16, fp32, int8"):
+        load_model(tiny.path, dtype="fp8")
     edit_config(tiny.path, {"model_type": "falcon"})
     with pytest.raises(ConfigError, match=r"unknown model_type 'falcon' .*known: llama, mistral"):
         load_model(tiny.path)

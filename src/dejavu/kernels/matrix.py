@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+WEIGHT_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,  # on a GPU only: the CPU kernels have bf16, which costs the same
+    "int8": torch.int8,
+}
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +26,7 @@ class Matrix:
     4.3). The kernels never care: `ops.linear` takes dot products with rows, `ops.combine` adds up
     rows.
 
-    data: fp32, bf16 or int8 `[rows, columns]`.
+    data: fp32, bf16, fp16 or int8 `[rows, columns]`.
     scale: fp32 `[rows]` for int8 (weight = data * scale of its row), else None.
     """
 
@@ -48,14 +54,26 @@ class Matrix:
 
     @property
     def dtype(self) -> str:
-        """ "fp32", "bf16" or "int8"."""
+        """ "fp32", "bf16", "fp16" or "int8"."""
         return next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == self.data.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its data (and scales) lie."""
+        return self.data.device
 
     @property
     def nbytes(self) -> int:
         """Bytes a full read costs, scales included."""
         scale = 0 if self.scale is None else self.scale.nbytes
         return self.data.nbytes + scale
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Matrix:
+        """The same on a device; itself where it is there already."""
+        if self.device == device:
+            return self
+        data, scale = self.data.to(device, non_blocking=non_blocking), self.scale
+        return Matrix(data, None if scale is None else scale.to(device, non_blocking=non_blocking))
 
     def float(self) -> Tensor:
         """fp32 `[rows, columns]`; a copy unless the matrix is fp32 already."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dejavu.config import ModelConfig
-from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.matrix import HALVES, Matrix
 from dejavu.kernels.ops import Activation, Ops, Projection
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
 from dejavu.models.rope import RopeTable
@@ -95,31 +95,51 @@ class Batch:
     last_only: bool = False
 
     @staticmethod
-    def prefill(ids: list[int] | Tensor, blocks: list[int], *, last_only: bool = True) -> Batch:
-        """A whole sequence from its first token, in the given cache blocks."""
-        row = torch.as_tensor(ids, dtype=torch.int64)
-        assert len(blocks) >= blocks_for(len(row))
+    def prefill(
+        ids: list[int] | Tensor,
+        blocks: list[int],
+        *,
+        start: int = 0,
+        last_only: bool = True,
+        device: torch.device | None = None,
+    ) -> Batch:
+        """A sequence's tokens from place `start` on (those before it are in the cache), in the
+        given cache blocks."""
+        row = torch.as_tensor(ids, dtype=torch.int64, device=device)
+        end = start + len(row)
+        assert len(blocks) >= blocks_for(end)
         return Batch(
             row,
-            torch.arange(len(row)),
-            torch.tensor([blocks], dtype=torch.int32),
-            torch.tensor([len(row)], dtype=torch.int32),
+            torch.arange(start, end, device=device),
+            torch.tensor([blocks], dtype=torch.int32, device=device),
+            torch.tensor([end], dtype=torch.int32, device=device),
             last_only,
         )
 
 
 class DecoderLM:
-    """A decoder-only language model: weights and one forward. It holds no per-request state."""
+    """A decoder-only language model: weights and one forward. It holds no per-request state.
+
+    device: of all its weights.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
         self.activation = Activation(config.activation, config.activation_threshold)
-        self.rope = None if config.rope is None else RopeTable(config)
+        self.device = weights.embed_tokens.device
+        self.rope = None if config.rope is None else RopeTable(config, self.device)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values: on a GPU that of half-precision weights, else fp32."""
+        stored = self.weights.embed_tokens.data.dtype
+        return stored if self.device.type == "cuda" and stored in HALVES else torch.float32
 
     def new_cache(self, tokens: int, sequences: int = 1) -> KVCache:
         """A cache for so many sequences of up to `tokens` tokens each."""
-        return KVCache(self.config, blocks_for(tokens) * sequences)
+        blocks = blocks_for(tokens) * sequences
+        return KVCache(self.config, blocks, device=self.device, dtype=self.cache_dtype)
 
     def forward(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Tensor:
         """Logits fp32 `[N, vocab_size]` (`[1, vocab_size]` with `last_only`).
@@ -142,12 +162,14 @@ class DecoderLM:
     def logits(
         self, ids: Tensor, cache: KVCache, selector: Selector, ops: Ops, *, last_only: bool = False
     ) -> Tensor:
-        """Teacher-forced `forward` of one sequence: ids int64 `[N]` -> fp32 `[N, vocab_size]`.
+        """Teacher-forced `forward` of one sequence: ids int64 `[N]` (of any device) -> fp32
+        `[N, vocab_size]`.
 
         cache: any with room for the sequence from its first block on; what it held is overwritten.
         """
         self.prepare(len(ids))
-        batch = Batch.prefill(ids, list(range(blocks_for(len(ids)))), last_only=last_only)
+        blocks = list(range(blocks_for(len(ids))))
+        batch = Batch.prefill(ids, blocks, last_only=last_only, device=self.device)
         return self.forward(batch, cache, selector, ops)
 
     def prepare(self, length: int) -> None:

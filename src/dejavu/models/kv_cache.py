@@ -17,17 +17,41 @@ def blocks_for(tokens: int) -> int:
 
 
 class KVCache:
-    """fp32 keys and values of every layer, `[blocks, BLOCK_SIZE, num_key_value_heads, head_dim]`.
+    """Keys and values of every layer, `[blocks, BLOCK_SIZE, num_key_value_heads, head_dim]`.
 
-    Memory is taken lazily by the operating system: untouched blocks cost address space only.
+    On the CPU memory is taken lazily by the operating system: untouched blocks cost address space
+    only. On a GPU it is taken at once.
+
+    scratch: number of one more block, which is never handed out: rows of a captured step that
+    belong to no sequence write there.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int) -> None:
-        shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        self.num_blocks = num_blocks
-        self.keys = [torch.empty(shape) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.empty(shape) for _ in range(config.num_hidden_layers)]
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.num_blocks = self.scratch = num_blocks
+        shape = (num_blocks + 1, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+
+        def layers() -> list[Tensor]:
+            one = (torch.empty(shape, dtype=dtype, device=device) for _ in range(depth))
+            return list(one)
+
+        depth = config.num_hidden_layers
+        self.keys, self.values = layers(), layers()
+        for tensor in (*self.keys, *self.values):
+            tensor[self.scratch].zero_()  # read before anything was written: finite
         self._free = list(range(num_blocks - 1, -1, -1))
+
+    @staticmethod
+    def token_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes that a token takes in all layers."""
+        width = config.num_key_value_heads * config.head_dim
+        return 2 * dtype.itemsize * config.num_hidden_layers * width
 
     def view(self, layer: int, block_table: Tensor, lengths: Tensor) -> CacheView:
         """What attention of one layer sees: block_table int32 `[B, max_blocks]`, lengths `[B]`."""

@@ -106,7 +106,7 @@ class RopeTable:
     Raises ConfigError for an unknown kind or a number of rotary channels that cannot be.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
         rope = config.rope
         assert rope is not None
         if rope.kind not in KINDS:
@@ -122,8 +122,8 @@ class RopeTable:
             )
         self._trained = config.max_position_embeddings
         self._stretched = self._trained
-        self.cos = torch.empty(config.context_length, pairs)
-        self.sin = torch.empty(config.context_length, pairs)
+        self.cos = torch.empty(config.context_length, pairs, device=device)
+        self.sin = torch.empty(config.context_length, pairs, device=device)
         self._fill(rope.theta, rows=config.context_length)
 
     def prepare(self, length: int) -> None:
@@ -149,7 +149,8 @@ class RopeTable:
         kind = KINDS[self._rope.kind]
         frequencies, attention_factor = kind(self._dims, theta, self._rope.parameters)
         cos, sin = self.cos[:rows], self.sin[:rows]
-        torch.outer(torch.arange(rows, dtype=torch.float32), frequencies, out=sin)  # angles, so far
+        places = torch.arange(rows, dtype=torch.float32, device=sin.device)
+        torch.outer(places, frequencies.to(sin.device), out=sin)  # angles, so far
         torch.cos(sin, out=cos)
         sin.sin_()
         if attention_factor != 1.0:
