@@ -199,8 +199,9 @@ def _handler(hub: HubStub) -> type[BaseHTTPRequestHandler]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             else:
                 data = hub.repos[repo_id][name]
-                commit = hub.commit(repo_id)
-                self._send(200, data, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": commit})
+                kind = hashlib.sha256 if is_large(name) else hashlib.sha1
+                tag, commit = kind(data).hexdigest(), hub.commit(repo_id)
+                self._send(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
 
         def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)

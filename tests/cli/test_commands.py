@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,17 @@ import pytest
 from dejavu.cli import main
 from dejavu.embedded import MODEL, PLAN
 
-COMMANDS = ["demo", "generate", "chat", "measure", "prepare", "quantize", "eval", "bench"]
+COMMANDS = [
+    "demo",
+    "generate",
+    "chat",
+    "measure",
+    "prepare",
+    "quantize",
+    "verify",
+    "eval",
+    "bench",
+]
 
 
 def run(*argv: object) -> int:
@@ -125,6 +136,17 @@ def test_quantize_the_quantised_is_refused(
     assert run("quantize", MODEL, "--out", tmp_path / "q") == 1
     assert "quantised already" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(tmp_path / "v.json", "verify", "relu-30m", "--plan", "relu-30m")
+    assert found["identity"].startswith("d31fc6e1")
+    folder = shutil.copytree(PLAN, tmp_path / "plan")
+    content = json.loads((folder / "plan.json").read_text())
+    content["base_model"]["identity"] = "0" * 64
+    (folder / "plan.json").write_text(json.dumps(content))
+    assert run("verify", "relu-30m", "--plan", folder) == 1
+    assert "another model, or not what it was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_cached_model_needs_no_network_and_no_writing(
     assert {p: p.lstat().st_mtime_ns for p in (tmp_path / "cache").rglob("*")} == times
 
 
+def test_large_files_of_the_cache_are_checked_by_their_names(
+    hub: HubStub, files: dict[str, bytes]
+) -> None:
+    hub.repos[REPO] = files
+    checkpoint = open_checkpoint(REPO)
+    assert checkpoint.verify() == []
+    blob = (checkpoint.path / SHARDS[0]).resolve()
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[0]} is damaged"):
+        open_checkpoint(REPO).verify()
+
+
 def test_offline(hub: HubStub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

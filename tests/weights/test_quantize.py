@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -137,7 +138,9 @@ def test_quantised_checkpoint(tmp_path: Path) -> None:
     assert copy.identity() == copy.source_identity == original.identity()
     assert copy.generation_config == original.generation_config
     entry = {"format": "int8-row", "version": 1, "source_identity": original.identity()}
-    assert copy.config == CONFIG | {"dejavu_quantization": entry}
+    sha256 = hashlib.sha256((tmp_path / "out" / "model.safetensors").read_bytes()).hexdigest()
+    written = entry | {"sha256": {"model.safetensors": sha256}}
+    assert copy.config == CONFIG | {"dejavu_quantization": written}
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["dejavu_quantization"]) == entry
 
@@ -252,6 +255,33 @@ def test_checkpoint_of_another_version(tmp_path: Path, change: dict[str, object]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="dejavu_quantization"):
         open_checkpoint(tmp_path / "out")
+
+
+def test_any_flipped_byte_is_found(tmp_path: Path) -> None:
+    quantize_checkpoint(source_folder(tmp_path / "source"), tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").verify() == []
+    path = tmp_path / "out" / "model.safetensors"
+    good = path.read_bytes()
+    header = int.from_bytes(good[:8], "little")
+    for place in (8 + header, (header + len(good)) // 2, len(good) - 1):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+            open_checkpoint(tmp_path / "out").verify()
+    path.write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_an_original_has_no_hash_but_may_be_not_finite(tmp_path: Path) -> None:
+    tensors = opt_tensors()
+    folder = safetensors_folder(tmp_path / "a", {"model.safetensors": tensors}, index=False)
+    assert open_checkpoint(folder).verify() == ["model.safetensors"]
+    name = f"{LAYER}.fc1.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 5] = float("inf")
+    folder = safetensors_folder(tmp_path / "b", {"model.safetensors": tensors}, index=False)
+    with pytest.raises(CheckpointError, match=r"fc1\.weight' holds NaN or infinity"):
+        open_checkpoint(folder).verify()
 
 
 def test_relu_30m(shared: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dejavu.cli import (
     plan,
     prepare,
     quantize,
+    verify,
 )
 
 app = typer.Typer(
@@ -52,5 +53,6 @@ app.command("measure")(measure.measure)
 app.command("prepare")(prepare.prepare)
 app.add_typer(plan.app, name="plan")
 app.command("quantize")(quantize.quantize)
+app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

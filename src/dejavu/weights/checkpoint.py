@@ -5,6 +5,7 @@ loader to say; this layer guarantees that every tensor of the files is offered, 
 """
 
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from dejavu.embedded import NAME, model_path
 from dejavu.errors import BackendError, CheckpointError, InputError
+from dejavu.weights.files import sha256_file
 from dejavu.weights.hub import is_hub_id, snapshot
 from dejavu.weights.identity import identity_of
 from dejavu.weights.layout import find_weights, read_json
@@ -109,6 +111,40 @@ class Checkpoint:
                 entry for shard in self._shards for entry in shard.fingerprints()
             )
         return self._identity
+
+    def verify(self) -> list[str]:
+        """Read every weight and compare files with their hashes; names of those that have none.
+
+        Hashes are known of what `dejavu quantize` wrote and, in the Hub's cache, of large files.
+
+        Raises:
+            CheckpointError: a file has not the content it was written with, or a tensor holds NaN
+                or infinity.
+        """
+        unknown = []
+        for shard in self._shards:
+            expected = self._recorded_hash(shard.path)
+            if expected is None:
+                unknown.append(shard.path.name)
+            elif (found := sha256_file(shard.path)) != expected:
+                raise CheckpointError(
+                    f"{shard.path} is damaged: its SHA-256 is {found}, it was written with "
+                    f"{expected}; make or download it again"
+                )
+        for name, tensor in self.stream():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} holds NaN or infinity; the file is damaged"
+                )
+        return unknown
+
+    def _recorded_hash(self, path: Path) -> str | None:
+        hashes = (self._quantization or {}).get("sha256")
+        if isinstance(hashes, dict) and path.name in hashes:
+            return str(hashes[path.name])
+        # The Hub's cache keeps large files under their hash and links to them by their names.
+        blob = path.resolve().name
+        return blob if re.fullmatch("[0-9a-f]{64}", blob) else None
 
     def _stream(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for shard in self._shards:

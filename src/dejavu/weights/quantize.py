@@ -21,7 +21,7 @@ from dejavu.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from dejavu.weights.files import atomic_folder, write_safetensors
+from dejavu.weights.files import atomic_folder, sha256_file, write_safetensors
 from dejavu.weights.hub import SIDE_FILES
 from dejavu.weights.layout import read_json
 from dejavu.weights.shards import TensorInfo
@@ -105,7 +105,8 @@ def quantize_checkpoint(
     with atomic_folder(out) as partial:
         _write_weights(checkpoint, partial, {QUANTIZATION_KEY: json.dumps(entry)}, progress)
         _write_side_files(checkpoint, partial)
-        config = {**checkpoint.config, QUANTIZATION_KEY: entry}
+        hashes = {file.name: sha256_file(file) for file in sorted(partial.glob("*.safetensors"))}
+        config = {**checkpoint.config, QUANTIZATION_KEY: {**entry, "sha256": hashes}}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
