@@ -1,5 +1,9 @@
 """Every op in plain PyTorch, fp32: the truth that kernels are tested against, and the path of
-prefill and teacher-forced evaluation, where the rows are many and torch's GEMM is the best tool."""
+prefill and teacher-forced evaluation, where the rows are many and torch's GEMM is the best tool.
+
+On a GPU half-precision matrices are multiplied as they are: inputs are rounded to the weights'
+dtype, sums and results stay fp32. A decode step of fp16 or bf16 kernels rounds at the same places.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.matrix import HALVES, Matrix
 from dejavu.kernels.ops import Activation, CacheView, Projection
 from dejavu.kernels.selection import Selection
 
@@ -30,6 +34,27 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         case "fatrelu":
             return torch.where(x > activation.threshold, x, 0.0)
     raise AssertionError(f"unchecked activation {activation.name!r}")
+
+
+def in_halves(tensor: Tensor) -> bool:
+    """Whether products with it round their inputs to its dtype: half precision on a GPU."""
+    return tensor.dtype in HALVES and tensor.is_cuda
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """fp32 `[N, in]` times half `[in, out]`: fp32, without an fp32 copy of the matrix."""
+    x = x.to(matrix.dtype)
+    if not matrix.is_cuda:  # torch has mixed products on a GPU only; tests come by here
+        return x.float() @ matrix.float()
+    return torch.mm(x, matrix, out_dtype=torch.float32)
+
+
+def _linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+    """Dot products with stored rows, fp32."""
+    if not in_halves(weight.data):
+        return F.linear(x, weight.float(), bias)
+    y = _product(x, weight.data.t())
+    return y if bias is None else y.add_(bias)
 
 
 def _used(selection: Selection, rows: int, channels: int) -> Tensor:
@@ -68,7 +93,7 @@ class TorchOps:
     def linear(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
         outputs = []
         for weight, bias, selection in projections:
-            y = F.linear(x, weight.float(), bias)
+            y = _linear(x, weight, bias)
             if selection is not None:
                 y.masked_fill_(~_used(selection, len(x), weight.rows), 0.0)
             outputs.append(y)
@@ -84,7 +109,7 @@ class TorchOps:
     ) -> Tensor:
         if selection is not None:
             x = x.masked_fill(~_used(selection, len(x), weight.rows), 0.0)
-        y = x @ weight.float()
+        y = _product(x, weight.data) if in_halves(weight.data) else x @ weight.float()
         if bias is not None:
             y += bias
         return y if residual is None else y + residual
@@ -117,8 +142,8 @@ class TorchOps:
             blocks = cache.block_table[b, : -(-end // block_size)].long()
             at = torch.arange(end - span, end, device=q.device)
             slots = blocks[at // block_size], at % block_size
-            cache.keys[slots] = k[new]
-            cache.values[slots] = v[new]
+            cache.keys[slots] = k[new].to(cache.keys.dtype)
+            cache.values[slots] = v[new].to(cache.values.dtype)
             keys = cache.keys[blocks].flatten(0, 1)[:end].transpose(0, 1)  # [K, end, d]
             values = cache.values[blocks].flatten(0, 1)[:end].transpose(0, 1)
             visible = None
@@ -128,7 +153,7 @@ class TorchOps:
                 if window is not None:
                     visible &= seen > at[:, None] - window
             heads = F.scaled_dot_product_attention(
-                q[new].transpose(0, 1)[None],
+                q[new].transpose(0, 1)[None].to(keys.dtype),
                 keys[None],
                 values[None],
                 attn_mask=visible,
@@ -136,7 +161,7 @@ class TorchOps:
                 scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-            outputs.append(heads[0].transpose(0, 1))
+            outputs.append(heads[0].transpose(0, 1).float())
         y = torch.cat(outputs)
         if selection is not None:
             y = y.masked_fill(~_used(selection, rows, q.shape[1])[..., None], 0.0)
@@ -153,11 +178,11 @@ class TorchOps:
         selection: Selection | None,
         residual: Tensor | None,
     ) -> Tensor:
-        a = F.linear(x, up.weight.float(), up.bias)
+        a = _linear(x, up.weight, up.bias)
         if gate is None:
             a = activate(a, activation)
         else:
-            a = activate(F.linear(x, gate.weight.float(), gate.bias), activation) * a
+            a = activate(_linear(x, gate.weight, gate.bias), activation) * a
         if selection is not None and selection.active is not None:
             selection.active.add_(((a != 0) & selection.to_mask(len(x))).any(dim=0).sum())
         return self.combine(a, down, down_bias, selection, residual)
@@ -165,7 +190,7 @@ class TorchOps:
     def select(
         self, hidden: Tensor, weight: Matrix, bias: Tensor, *, out: Selection | None = None
     ) -> Selection:
-        return _store(Selection.from_mask(F.linear(hidden, weight.float(), bias) > 0), out)
+        return _store(Selection.from_mask(_linear(hidden, weight, bias) > 0), out)
 
     def select_signs(
         self, x: Tensor, signs: Tensor, thresholds: Tensor, *, out: Selection | None = None
