@@ -33,8 +33,10 @@ def make(blocks: int = 8, rows: int = 4, length: int = 64) -> tuple[Scheduler, P
     return Scheduler(pool, block_size=16, max_rows=rows, max_length=length), pool
 
 
-def add(scheduler: Scheduler, prompt: int, max_tokens: int | None = None) -> Request:
-    request = Request((1,) * prompt, scheduler.check(prompt, max_tokens))
+def add(
+    scheduler: Scheduler, prompt: int, max_tokens: int | None = None, client: str = ""
+) -> Request:
+    request = Request((1,) * prompt, scheduler.check(prompt, max_tokens), client=client)
     scheduler.add(request)
     return request
 
@@ -68,15 +70,35 @@ def test_first_come_first_served_and_nobody_overtakes() -> None:
     assert scheduler.admit() == [late]
 
 
-def test_one_prompt_at_a_time_beside_running_answers() -> None:
+def test_clients_take_turns() -> None:
+    scheduler, _ = make(blocks=8, rows=1)
+    many = [add(scheduler, 4, 4, client="many") for _ in range(3)]
+    one = [add(scheduler, 4, 4, client="one") for _ in range(2)]
+    order = []
+    while scheduler.waiting:
+        (request,) = scheduler.admit()
+        order.append(request)
+        scheduler.finish(request)
+    assert order == [many[0], one[0], many[1], one[1], many[2]]
+
+
+def test_pieces_of_prompts_take_turns_and_are_cut_alike() -> None:
     scheduler, _ = make(blocks=8, rows=4)
-    first = [add(scheduler, 4, 4) for _ in range(2)]
-    assert scheduler.admit() == first
-    later = [add(scheduler, 4, 4) for _ in range(3)]
-    assert scheduler.admit() == later[:1]
-    assert scheduler.admit() == later[1:2]
-    assert scheduler.admit() == [], "no row is left"
-    assert scheduler.waiting == 1
+    long, short = add(scheduler, 40, 4), add(scheduler, 5, 4)
+    scheduler.admit()
+    cuts: list[list[tuple[Request, int]]] = []
+    while pieces := scheduler.next_prompts(16, 4):
+        cuts.append(pieces)
+        for request, end in pieces:
+            scheduler.advance(request, end)
+    assert cuts == [[(long, 16)], [(short, 5)], [(long, 32)], [(long, 40)]]
+    tiny = [add(scheduler, 1, 1) for _ in range(2)]
+    scheduler.admit()
+    assert scheduler.next_prompts(16, 8) == [(tiny[0], 1), (tiny[1], 1)]
+    assert scheduler.next_prompts(16, 9) == [(tiny[0], 1)]
+    scheduler.finish(tiny[0])
+    scheduler.advance(tiny[0], 1)
+    assert scheduler.next_prompts(1, 9) == [(tiny[1], 1)]
 
 
 def test_finish_is_idempotent_and_keeps_the_first_reason() -> None:
@@ -95,7 +117,7 @@ def test_finish_is_idempotent_and_keeps_the_first_reason() -> None:
 @given(
     actions=st.lists(
         st.one_of(
-            st.tuples(st.just("add"), st.integers(1, 63), st.integers(1, 80)),
+            st.tuples(st.just("add"), st.integers(1, 63), st.integers(1, 80), st.integers(0, 2)),
             st.tuples(st.just("admit")),
             st.tuples(st.just("finish"), st.integers(0, 30)),
         ),
@@ -107,8 +129,8 @@ def test_rows_and_blocks_are_conserved(actions: list[tuple[object, ...]]) -> Non
     requests: list[Request] = []
     for action, *numbers in actions:
         if action == "add":
-            prompt, wanted = numbers
-            requests.append(add(scheduler, prompt, wanted))  # type: ignore[arg-type]
+            prompt, wanted, client = numbers
+            requests.append(add(scheduler, prompt, wanted, str(client)))  # type: ignore[arg-type]
         elif action == "admit":
             scheduler.admit()
         elif requests:

@@ -105,6 +105,7 @@ class EngineArm:
             max_model_len=max_model_len,
             eos_token_ids=(),
             ops=ops,
+            prefill_chunk=batch * max_model_len,  # all prompts in the first step
         )
         recorded = recorded and selector.capturable
         notes = []

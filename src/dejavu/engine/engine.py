@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dejavu.engine.activity import Watchable, activity
 from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.logprobs import logprob_of, prompt_logprobs
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
@@ -24,12 +26,18 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.models.base import Batch
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
+from dejavu.registry import unknown
 from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Dense, Selector
 
+PREFILL_CHUNK = 128  # tokens; of relu-30m on 2 cores 0.1 s, where one token takes 0.03 s
+_LEAST_PIECE = 32  # tokens that a shorter piece costs as much time as
+DEFAULT_ARM = "default"
+
 
 class Engine:
-    """Runs requests over one model: each prompt alone, then all answers in common decode steps.
+    """Runs requests over one model: each prompt alone and piece by piece, and between the pieces
+    all answers in common decode steps, one for each selector in use.
 
     Requests join and leave at every step, and none is ever padded: a request's tokens do not
     depend on what runs beside it. Not for several threads at a time.
@@ -46,11 +54,17 @@ class Engine:
         vocab_size: int | None = None,
         eos_token_ids: Collection[int] | None = None,
         ops: Ops | None = None,
+        arms: Mapping[str, Selector] | None = None,
+        cache_bytes: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         """A cache for `max_batch` sequences of `max_model_len` tokens is reserved, or as much of it
-        as half of the machine's memory holds.
+        as fits into `cache_bytes` (default: half of the machine's memory).
 
         selector: of the decode steps; prompts are always dense. Default: dense.
+        arms: further selectors by name, among which `add` chooses.
+        prefill_chunk: prompt tokens computed at most between two decode steps; prompts are cut
+            into pieces of this length.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
         vocab_size: sampled ids lie below it (a tokenizer may have fewer than the model).
@@ -63,7 +77,15 @@ class Engine:
         if not 1 <= max_batch <= MAX_ROWS:
             raise InputError(f"max_batch must lie in 1..{MAX_ROWS}, not {max_batch}")
         token_bytes = _cache_bytes(1, loaded)
-        affordable = _memory() // 2 // token_bytes // BLOCK_SIZE * BLOCK_SIZE
+        memory = _memory() // 2 if cache_bytes is None else cache_bytes
+        affordable = memory // token_bytes // BLOCK_SIZE * BLOCK_SIZE
+        if affordable < 2:
+            raise InputError(
+                f"a cache of {memory} bytes does not hold one block of {BLOCK_SIZE} tokens, which "
+                f"takes {BLOCK_SIZE * token_bytes}: allow more memory"
+            )
+        if prefill_chunk < 1:
+            raise InputError(f"prefill_chunk must be at least 1, not {prefill_chunk}")
         if max_model_len is None:
             max_model_len = min(config.context_length, affordable)
         elif not 2 <= max_model_len <= config.context_length:
@@ -74,8 +96,8 @@ class Engine:
         elif max_model_len > affordable:
             raise InputError(
                 f"max_model_len {max_model_len} needs a cache of "
-                f"{max_model_len * token_bytes / 1e9:.1f} GB; {affordable} tokens fit into half of "
-                "this machine's memory"
+                f"{max_model_len * token_bytes / 1e9:.1f} GB; {affordable} tokens fit into "
+                f"{memory / 1e9:.1f} GB"
             )
         self.max_model_len = max_model_len
         self.vocab_size = min(config.vocab_size, vocab_size or config.vocab_size)
@@ -87,18 +109,33 @@ class Engine:
         )
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._threads = threads
-        self._step = DecodeStep(
-            model,
-            self._cache,
-            Dense() if selector is None else selector,
-            NativeOps(threads) if ops is None else ops,
-            max_rows=max_batch,
-            max_length=max_model_len,
-        )
+        selectors = {DEFAULT_ARM: Dense() if selector is None else selector, **(arms or {})}
+        step_ops = NativeOps(threads) if ops is None else ops
+        self._steps = {
+            name: DecodeStep(
+                model,
+                self._cache,
+                chosen,
+                step_ops,
+                max_rows=max_batch,
+                max_length=max_model_len,
+            )
+            for name, chosen in selectors.items()
+        }
+        self.selectors = selectors
+        self.steps = dict.fromkeys(selectors, 0)  # decode steps by arm since last idle
+        self.max_batch = max_batch
+        self.cache_blocks = blocks
+        self._chunk = prefill_chunk
         self._seen: Tensor | None = None
         self._rows: list[NDArray[np.float32]] = []
-        self._meter = selector.meter if isinstance(selector, MeteredSelector) else None
-        self._active: dict[Request, tuple[Sampler, frozenset[int]]] = {}  # with its end tokens
+        self._meters = {
+            name: chosen.meter
+            for name, chosen in selectors.items()
+            if isinstance(chosen, MeteredSelector)
+        }
+        # With its end tokens.
+        self._active: dict[Request, tuple[SamplingParams, Sampler, frozenset[int]]] = {}
 
     @property
     def running(self) -> int:
@@ -113,10 +150,18 @@ class Engine:
     @property
     def density(self) -> float | None:
         """Share of the neurons that a row used, mean over the decode steps since the engine was
-        last idle; None where the selector does not count."""
-        if self._meter is None:
-            return None
-        return self._meter.density(self._model.config.intermediate_size)
+        last idle; None where the selector does not count. Of the default arm."""
+        return self.density_of(DEFAULT_ARM)
+
+    def density_of(self, arm: str) -> float | None:
+        """The same of any arm."""
+        meter = self._meters.get(arm)
+        return None if meter is None else meter.density(self._model.config.intermediate_size)
+
+    @property
+    def free_blocks(self) -> int:
+        """Of the `cache_blocks` blocks of the cache."""
+        return self._cache.free_blocks
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens at which such a request would end at the latest.
@@ -136,12 +181,28 @@ class Engine:
                 raise InputError(f"{name}: token id {wrong} is not below {self.vocab_size}")
         return self._scheduler.check(len(prompt), params.max_tokens)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request; `step` makes its tokens appear in it. Raises InputError like `check`."""
-        request = Request(tuple(prompt), self.check(prompt, params))
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        arm: str = DEFAULT_ARM,
+        client: str = "",
+        watched: bool = False,
+    ) -> Request:
+        """Queue a request; `step` makes its tokens appear in it. Raises InputError like `check`.
+
+        arm: the selector of its decode steps. client: among clients, waiting requests take turns.
+        watched: keep what was active for every token, see `Request.activity`.
+        """
+        if arm not in self._steps:
+            raise unknown("arm", arm, self._steps, InputError)
+        request = Request(
+            tuple(prompt), self.check(prompt, params), client=client, arm=arm, watched=watched
+        )
         ends = frozenset(params.stop_token_ids or ())
         ends = ends if params.ignore_eos else ends | self._eos
-        self._active[request] = Sampler(params, request.prompt, self.vocab_size), ends
+        self._active[request] = params, Sampler(params, request.prompt, self.vocab_size), ends
         self._scheduler.add(request)
         return request
 
@@ -150,37 +211,76 @@ class Engine:
         self._finish(request)
 
     def step(self) -> list[Request]:
-        """Compute the prompts that may start and one decode step of all running requests.
+        """Compute the next pieces of prompts, then one decode step of all running answers.
 
-        Returns the requests that got tokens or ended. One whose logits are not finite ends with an
-        `error`; the others go on.
+        Returns the requests that got tokens or ended. One whose logits are not finite, or whose
+        prompt cannot be computed, ends with an `error`; the others go on.
         """
-        if self._meter is not None and not self.running:
-            self._meter.reset()
+        if not self.running:
+            for meter in self._meters.values():
+                meter.reset()
+            self.steps = dict.fromkeys(self.steps, 0)
         self._scheduler.admit()
-        # Not only those just admitted: an interrupted step may have left some without a token.
-        fresh = [r for r in self._scheduler.running if not r.token_ids]
-        for request in fresh:
+        touched: dict[Request, None] = {}
+        for request, end in self._scheduler.next_prompts(self._chunk, _LEAST_PIECE):
             if request.done:  # see `_accept`
                 continue
             started = perf_counter()
-            self._accept([request], self._prefill(request))
-            request.prefill_seconds = perf_counter() - started
-        rows = list(self._scheduler.running)
-        if rows:
+            try:
+                self._prefill(request, end)
+            except Exception as error:
+                failed = DejavuError(f"the prompt could not be computed: {error}")
+                failed.__cause__ = error
+                self._finish(request, error=failed)
+            request.prefill_seconds += perf_counter() - started
+            if request.token_ids or request.done:
+                touched[request] = None
+        for arm, step in self._steps.items():
+            rows = [r for r in self._scheduler.rows if r.arm == arm]
+            if not rows:
+                continue
             started = perf_counter()
-            self._accept(rows, self._step.run(rows))
+            logits = step.run(rows)
+            self.steps[arm] += 1
+            self._watch(rows)
+            self._accept(rows, logits)
             seconds = perf_counter() - started
             for request in rows:
                 request.decode_seconds += seconds
-        return list(dict.fromkeys((*fresh, *rows)))
+            touched |= dict.fromkeys(rows)
+        return list(touched)
 
-    def _prefill(self, request: Request) -> Tensor:
-        """Logits fp32 `[1, vocab_size]` after the whole prompt, which enters the cache."""
-        batch = Batch.prefill(list(request.prompt), request.blocks)
+    def _prefill(self, request: Request, end: int) -> None:
+        """Compute a prompt's next tokens up to place `end`, which enter the cache; at the end of
+        the prompt its first token is sampled."""
+        params, _, _ = self._active[request]
+        start, whole = request.computed, end == len(request.prompt)
+        every = params.prompt_logprobs is not None
+        batch = Batch.prefill(
+            list(request.prompt[start:end]), request.blocks, start=start, last_only=not every
+        )
         self._model.prepare(len(request.prompt))
         with _torch_threads(self._threads):
-            return self._model.forward(batch, self._cache, Dense(), TorchOps())
+            logits = self._model.forward(batch, self._cache, Dense(), TorchOps())
+        if every and not request.done:
+            scored = logits[:, : self.vocab_size].numpy()
+            following = request.prompt[start + 1 : end + 1]
+            request.prompt_logprobs += prompt_logprobs(scored, following, params.prompt_logprobs)
+        if whole:
+            self._accept([request], logits[-1:])
+        self._scheduler.advance(request, end)
+
+    def _watch(self, rows: list[Request]) -> None:
+        """Keep what a decode step selected for the requests that want to know."""
+        if not any(request.watched for request in rows):
+            return
+        selector = self.selectors[rows[0].arm]
+        if isinstance(selector, Watchable):
+            c = self._model.config
+            found = activity(selector, len(rows), c.intermediate_size, c.num_key_value_heads)
+            for place, request in enumerate(rows):
+                if request.watched and not request.done:
+                    request.activity.append(found.row(place))
 
     def _accept(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token from its row; end those that are through."""
@@ -193,8 +293,10 @@ class Engine:
             if not _finite(row):
                 self._finish(request, error=_not_finite(request))
                 continue
-            sampler, ends = self._active[request]
+            params, sampler, ends = self._active[request]
             token = sampler.sample(row)
+            if params.logprobs is not None:
+                request.logprobs.append(logprob_of(row, token, params.logprobs))
             request.token_ids.append(token)
             if token in ends:
                 self._finish(request, "stop")

@@ -13,6 +13,7 @@ from dejavu.errors import InputError
 # At or below this the answer is greedy: logits of the order 1e3 carry an fp32 rounding error of the
 # same size, so a smaller temperature would only make a lottery of that error.
 GREEDY_TEMPERATURE = 1e-4
+_MOST_TOP = 20  # alternatives of a token, as in OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class SamplingParams:
         no condition.
     stop_token_ids: ids that end the answer, beside the model's own end tokens.
     ignore_eos: the model's own end tokens do not end the answer.
+    logprobs: how likely the model held each token of the answer, with so many of the likeliest
+        ones (0: none); None: not asked for. prompt_logprobs: the same of the prompt's tokens.
 
     Raises InputError naming the field.
     """
@@ -54,6 +57,8 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -76,6 +81,9 @@ class SamplingParams:
         self._set("logit_bias", _bias(self.logit_bias))
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (top := getattr(self, name)) is not None:
+                self._set(name, _integer(name, top, at_least=0, below=_MOST_TOP + 1))
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
 

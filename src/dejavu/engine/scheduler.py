@@ -1,16 +1,21 @@
-"""Which requests run: rows of the decode step and blocks of the cache, first come, first served.
+"""Which requests run: rows of the decode step, blocks of the cache, turns of the prompts.
 
 A request gets all blocks it can ever need when it is admitted, so a running one never waits for
-memory and never has to be computed twice. No torch here.
+memory and never has to be computed twice. Clients take turns, and a client's requests come in
+their order. No torch here.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dejavu.errors import DejavuError, InputError
+
+if TYPE_CHECKING:
+    from dejavu.engine.activity import LayerActivity
+    from dejavu.engine.logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,13 +48,27 @@ class Request:
     finish_reason: "stop" after an end token, "length" at the limit; None while it runs, and after
         an error or an abort.
     error: why it could not go on.
+    client: whose it is; clients take turns.
+    arm: which of the engine's selectors its decode steps use.
+    watched: keep `activity`, what each decode step selected for it (nothing where its selector
+        cannot tell).
+    logprobs, prompt_logprobs: of the answer's tokens, and of the prompt's from the second on; empty
+        unless its params ask for them.
+    computed: prompt tokens in the cache, up to the last piece, which brings the first token.
     prefill_seconds, decode_seconds: up to the first token (without waiting), and from it to the
         latest.
     """
 
     prompt: tuple[int, ...]
     limit: int
+    client: str = ""
+    arm: str = ""
+    watched: bool = False
+    computed: int = 0
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    activity: list[tuple[LayerActivity, ...]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     done: bool = False
     finish_reason: FinishReason | None = None
@@ -64,13 +83,14 @@ class Request:
 
 
 class Scheduler:
-    """Holds the waiting and the running requests; `running` is the row order of a decode step."""
+    """Holds the waiting and the running requests; `running` is in the order of admission."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, max_rows: int, max_length: int) -> None:
         """block_size, max_length: in tokens; max_length bounds prompt and answer together."""
         self.max_length = max_length
         self.running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[str, deque[Request]] = {}  # by client; the first one's turn is next
+        self._prompts: deque[Request] = deque()  # running, without a token; the first one is next
         self._pool = pool
         self._block_size = block_size
         self._max_rows = max_rows
@@ -78,7 +98,12 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that have not started."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def rows(self) -> list[Request]:
+        """Those of `running` that have a token to feed back: rows of decode steps."""
+        return [request for request in self.running if request.token_ids]
 
     def check(self, prompt_length: int, max_tokens: int | None) -> int:
         """The `limit` of a request. Raises InputError, with both numbers, if it can never run."""
@@ -98,26 +123,53 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request whose limit came from `check`."""
-        self._waiting.append(request)
+        self._waiting.setdefault(request.client, deque()).append(request)
 
     def admit(self) -> list[Request]:
-        """Start the requests whose prompts are to be computed now; they hold their blocks.
-
-        Beside running requests it is one at a time: no more than one prompt ever stands between
-        two tokens of an answer.
-        """
-        most = 1 if self.running else self._max_rows
+        """Start the requests whose turn it is, as far as rows and blocks go; they hold theirs."""
         admitted: list[Request] = []
-        while self._waiting and len(admitted) < most and len(self.running) < self._max_rows:
-            blocks = self._blocks(self._waiting[0].limit)
+        while self._waiting and len(self.running) < self._max_rows:
+            client, queue = next(iter(self._waiting.items()))
+            request = queue[0]
+            blocks = self._blocks(request.limit)
             if blocks > self._pool.free_blocks:
                 break  # nobody overtakes: a long request must not starve behind short ones
-            request = self._waiting[0]
             request.blocks = self._pool.allocate(blocks)
             self.running.append(request)
-            self._waiting.popleft()
+            self._prompts.append(request)
             admitted.append(request)
+            queue.popleft()
+            del self._waiting[client]
+            if queue:
+                self._waiting[client] = queue
         return admitted
+
+    def next_prompts(self, chunk: int, least: int) -> list[tuple[Request, int]]:
+        """Pieces of prompts to compute in one step, each with the number of tokens it ends at.
+
+        Prompts take turns piece by piece, so a short one soon passes a long one. Where a prompt is
+        cut depends on `chunk` alone, so its result cannot depend on the others.
+
+        chunk: tokens of a piece, and of all pieces of the step together; least: what a piece counts
+        for at least, however short.
+        """
+        pieces: list[tuple[Request, int]] = []
+        room = chunk
+        for request in self._prompts:
+            end = min(request.computed + chunk, len(request.prompt))
+            room -= max(end - request.computed, least)
+            if pieces and room < 0:
+                break
+            pieces.append((request, end))
+        return pieces
+
+    def advance(self, request: Request, end: int) -> None:
+        """A piece of a prompt is computed, and after the last one the request has a token."""
+        if request in self._prompts:  # it may have ended
+            self._prompts.remove(request)
+            if end < len(request.prompt):
+                request.computed = end
+                self._prompts.append(request)
 
     def finish(
         self,
@@ -128,9 +180,12 @@ class Scheduler:
         """End a request, waiting or running, and free its row and blocks; harmless if done."""
         if request.done:
             return
-        for queue in (self.running, self._waiting):
+        waiting = self._waiting.get(request.client, deque())
+        for queue in (self.running, self._prompts, waiting):
             if request in queue:
                 queue.remove(request)
+        if not waiting:
+            self._waiting.pop(request.client, None)
         blocks, request.blocks = request.blocks, []
         self._pool.release(blocks)
         request.finish_reason = reason

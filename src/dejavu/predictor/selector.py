@@ -35,6 +35,7 @@ class PlanSelector(MeteredSelector):
     def __init__(self, layers: int, neurons: int, choices: Mapping[Key, Choice]) -> None:
         """layers, neurons: of the model."""
         super().__init__(layers)
+        self._layers = layers
         self._neurons = neurons
         self._choices = choices
         # The threshold is folded into the bias: selected is what scores above 0.
@@ -59,6 +60,16 @@ class PlanSelector(MeteredSelector):
             ops.select(hidden, choice.predictor.second, self._biases[site, layer], out=selection)
         self.meter.tally(site, layer, selection, len(x), ops)
         return selection
+
+    def last(self, rows: int) -> tuple[list[Selection | None], list[Selection | None]]:
+        """What the last step of so many rows selected, of neurons and of heads, by layer; None:
+        all. They hold until the next one."""
+        layers = range(self._layers)
+        neurons, heads = (
+            [self._buffers.get((site, layer, rows)) for layer in layers]
+            for site in (Site.NEURONS, Site.HEADS)
+        )
+        return neurons, heads
 
     def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
         """The static buffers of a step of so many rows."""
