@@ -24,7 +24,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt: tuple[int, ...], vocab_size: int) -> None:
         """vocab_size: of the logits; the ids of `logit_bias` lie below it."""
-        self._params = params
+        self.params = params
         self._generator: torch.Generator | None = None
         if not params.greedy:
             self._weights = np.empty(vocab_size, dtype=np.float32)
@@ -43,6 +43,16 @@ class Sampler:
             ids, amounts = zip(*params.logit_bias.items(), strict=True)
             self._bias = np.array(ids), np.array(amounts, dtype=np.float32)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the logits alone decide, with no bias or penalty on them."""
+        return self._bias is None and self._history is None
+
+    def uniform(self) -> float:
+        """The next random number of the sequence, in [0, 1); not for greedy params."""
+        assert self._generator is not None
+        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+
     def sample(self, logits: NDArray[np.floating]) -> int:
         """The next token id, from finite logits `[vocab_size]` (left unchanged); it enters the
         history."""
@@ -50,8 +60,7 @@ class Sampler:
         if self._generator is None:
             token = int(scores.argmax())
         else:
-            uniform = torch.rand((), dtype=torch.float64, generator=self._generator).item()
-            token = _draw(probabilities(scores, self._params, self._weights), uniform)
+            token = _draw(probabilities(scores, self.params, self._weights), self.uniform())
         if self._history is not None:
             self._history.count(token)
         return token
@@ -67,10 +76,10 @@ class Sampler:
         if self._history is not None:
             ids, counts = self._history.ids, self._history.counts
             seen = scores[ids]
-            penalty = np.float32(self._params.repetition_penalty)
+            penalty = np.float32(self.params.repetition_penalty)
             seen = np.where(seen > 0, seen / penalty, seen * penalty)
-            seen -= np.float32(self._params.presence_penalty) * (counts > 0)
-            seen -= np.float32(self._params.frequency_penalty) * counts
+            seen -= np.float32(self.params.presence_penalty) * (counts > 0)
+            seen -= np.float32(self.params.frequency_penalty) * counts
             scores[ids] = seen
         return scores
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
@@ -13,12 +14,21 @@ from dejavu.sparsity.policy import Selector, Site
 
 
 class Meter:
-    """Entries listed, used and active, by site and layer, summed over steps."""
+    """Entries listed, used and active, by site and layer, summed over steps.
 
-    def __init__(self, layers: int) -> None:
+    On a GPU steps count there, and only the questions below wait for it. Padded rows of a captured
+    step count like rows.
+    """
+
+    def __init__(self, layers: int, device: torch.device | None = None) -> None:
+        """device: of the selections."""
+
+        def zeros(columns: int) -> Tensor:
+            return torch.zeros(layers, columns, dtype=torch.int64, device=device)
+
         # Filled by `Ops.tally`: entries read, entries used summed over rows, rows.
-        self._counters = {site: torch.zeros(layers, 3, dtype=torch.int64) for site in Site}
-        self._active = torch.zeros(layers, 1, dtype=torch.int64)
+        self._counters = {site: zeros(3) for site in Site}
+        self._active = zeros(1)
         self._rows = 1
 
     def watch(self, layer: int, selection: Selection) -> Selection:
@@ -35,6 +45,15 @@ class Meter:
         for counter in self._counters.values():
             counter.zero_()
         self._active.zero_()
+
+    def snapshot(self) -> list[Tensor]:
+        """The counts as they are, for `restore`."""
+        return [tensor.clone() for tensor in (*self._counters.values(), self._active)]
+
+    def restore(self, counts: list[Tensor]) -> None:
+        """Forget what was counted since a snapshot."""
+        for tensor, before in zip((*self._counters.values(), self._active), counts, strict=True):
+            tensor.copy_(before)
 
     def used(self, site: Site = Site.NEURONS) -> list[float]:
         """Entries that a row used, mean over rows and steps, by layer; 0 where nothing selects."""
@@ -85,8 +104,8 @@ class MeteredSelector(Selector):
 
     predictor_bytes = 0
 
-    def __init__(self, layers: int) -> None:
-        self.meter = Meter(layers)
+    def __init__(self, layers: int, device: torch.device | None = None) -> None:
+        self.meter = Meter(layers, device)
 
     def reset(self) -> None:
         """Start counting anew."""

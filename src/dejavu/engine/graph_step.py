@@ -1,0 +1,255 @@
+"""One decode step of B sequences on a GPU: a captured graph over fixed buffers for every bucket.
+
+What changes from step to step (ids, positions, lengths, block tables) lies in one piece of memory
+that every graph reads in place. A step of B rows runs the smallest graph with at least B; the rows
+beyond are padding, which looks at one token of its own and writes into the cache's scratch block.
+The graph ends with each row's likeliest id, so a greedy step fetches 8 bytes a row and waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dejavu.engine.device_sampling import draw_rows
+from dejavu.engine.sampling import Sampler
+from dejavu.engine.scheduler import Request
+from dejavu.engine.staging import Staging
+from dejavu.kernels.device import on
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.reference import TorchOps
+from dejavu.models.base import Batch, DecoderLM
+from dejavu.models.kv_cache import KVCache, blocks_for
+from dejavu.sparsity.meter import MeteredSelector
+from dejavu.sparsity.policy import Selector
+
+BUCKETS = (1, 2, 4, 8, 16)
+_NOT_FINITE = -1  # in place of the id of a row whose logits are not
+
+Replay = Callable[[], Tensor]
+Capture = Callable[[Replay], Replay]
+"""From a forward to what repeats it: reads the same inputs, returns logits fp32 `[bucket, V]`."""
+
+
+class CudaGraphs:
+    """Captures forwards into CUDA graphs that share one pool of memory.
+
+    They may: no replay leaves anything behind but the results, which stay referenced, and replays
+    run one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, forward: Replay) -> Replay:
+        with on(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            # Once outside of the capture: kernels are compiled and tuned, workspaces made.
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                forward()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (a server loads, or answers on another GPU) may go on meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
+                logits = forward()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+def capture_for(ops: Ops, device: torch.device) -> Capture | None:
+    """How steps of these ops are captured; None: they are not (plain PyTorch waits for the device).
+
+    Without a GPU a forward stands for its graph: it runs again, over the same padded rows.
+    """
+    if isinstance(ops, TorchOps):
+        return None
+    return CudaGraphs(device) if device.type == "cuda" else lambda forward: forward
+
+
+class GraphStep:
+    """Feeds the last token of every running request through the model and picks the next ones."""
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        cache: KVCache,
+        selector: Selector,
+        ops: Ops,
+        *,
+        max_rows: int,
+        max_length: int,
+        vocab_size: int | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """Steps of up to `max_rows` sequences of up to `max_length` tokens.
+
+        vocab_size: ids lie below it; default: the model's. capture: default, `capture_for` the ops.
+        A selector that cannot be captured runs at every step, on just the rows there are.
+        """
+        self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
+        self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
+        if capture is None:
+            capture = capture_for(ops, model.device)
+        self._capture = capture if selector.capturable else None
+        self._buckets = [b for b in BUCKETS if b < max_rows]
+        self._buckets.append(BUCKETS[len(self._buckets)])
+        most = self._buckets[-1]
+        self._inputs = Staging(
+            model.device,
+            {
+                "ids": ((most,), torch.int64),
+                "positions": ((most,), torch.int64),
+                "lengths": ((most,), torch.int32),
+                "block_table": ((most, blocks_for(max_length)), torch.int32),
+            },
+        )
+        self._draws = Staging(
+            model.device,
+            {
+                "uniform": ((most,), torch.float64),
+                "top_k": ((most,), torch.int64),
+                "temperature": ((most,), torch.float32),
+                "top_p": ((most,), torch.float32),
+                "min_p": ((most,), torch.float32),
+            },
+        )
+        self._picked = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
+        self._logits = torch.empty(0)
+        self._seats: tuple[list[Request], int] = [], 0
+        self._graphs: dict[int, Replay] = {}
+
+    def run(self, requests: Sequence[Request]) -> Tensor:
+        """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
+
+        Nothing waits for the device here. The result holds until the next call.
+        """
+        rows = len(requests)
+        bucket = self._write(requests)
+        with on(self._model.device):
+            self._inputs.send()
+            self._model.prepare(max(r.length for r in requests))
+            if self._capture is None:
+                logits = self._forward(bucket)
+            else:
+                if bucket not in self._graphs:
+                    self._graphs[bucket] = self._captured(bucket)
+                logits = self._graphs[bucket]()
+        self._logits = logits[:rows]
+        return self._logits
+
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
+        """The next id of each row of the step that `run` began; this waits for it.
+
+        None: its logits are not finite, or it has no sampler. Rows with penalties or biases, which
+        depend on their history, are fetched and sampled on the host.
+        """
+        rows = len(samplers)
+        assert rows == len(self._logits)
+        with on(self._model.device):
+            self._draw(samplers)
+            self._fetched.copy_(self._picked, non_blocking=True)
+            if self._picked.is_cuda:
+                torch.cuda.current_stream().synchronize()
+        found: list[int | None] = []
+        for row, (sampler, token) in enumerate(
+            zip(samplers, self._fetched[:rows].tolist(), strict=True)
+        ):
+            if sampler is None or token == _NOT_FINITE:
+                found.append(None)
+            else:
+                found.append(token if sampler.plain else sampler.sample(self.row(row)))
+        return found
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        """Logits fp32 `[vocab_size]` of one row of the latest step, on the host."""
+        logits: NDArray[np.float32] = self._logits[row].cpu().numpy()
+        return logits
+
+    def _draw(self, samplers: Sequence[Sampler | None]) -> None:
+        """Replace the likeliest ids by drawn ones where a sampler wants that."""
+        rows = len(samplers)
+        drawing = [
+            (row, s)
+            for row, s in enumerate(samplers)
+            if s is not None and s.plain and not s.params.greedy
+        ]
+        if not drawing:
+            return
+        host, device = self._draws.host, self._draws.device
+        host["temperature"][:rows] = 0.0
+        for row, sampler in drawing:
+            p = sampler.params
+            host["uniform"][row] = sampler.uniform()
+            host["temperature"][row], host["top_k"][row] = p.temperature, p.top_k
+            host["top_p"][row], host["min_p"][row] = p.top_p, p.min_p
+        self._draws.send()
+        names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+        ids = draw_rows(self._logits, *(device[name][:rows] for name in names))
+        picked = self._picked[:rows]
+        drawn = (device["temperature"][:rows] > 0) & (picked != _NOT_FINITE)
+        picked.copy_(torch.where(drawn, ids, picked))
+
+    def _write(self, requests: Sequence[Request]) -> int:
+        """The step's inputs into the staging memory; returns the rows of the step."""
+        rows = len(requests)
+        bucket = rows if self._capture is None else next(b for b in self._buckets if b >= rows)
+        host = self._inputs.host
+        lengths = [r.length for r in requests]
+        host["ids"][:rows] = [r.token_ids[-1] for r in requests]
+        host["lengths"][:rows] = lengths
+        host["positions"][:rows] = [length - 1 for length in lengths]
+        if self._seats != (requests, bucket):
+            # Blocks are given for life, so the table changes only when rows change hands.
+            table = host["block_table"]
+            table[:bucket] = self._cache.scratch
+            for row, request in enumerate(requests):
+                table[row, : len(request.blocks)] = request.blocks
+            host["ids"][rows:bucket] = 0
+            host["positions"][rows:bucket] = 0
+            host["lengths"][rows:bucket] = 1
+            self._seats = list(requests), bucket
+        return bucket
+
+    def _captured(self, rows: int) -> Replay:
+        """Capture the forward; what its trial run counts is taken back."""
+        assert self._capture is not None
+        meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
+        before = None if meter is None else meter.snapshot()
+        replay = self._capture(lambda: self._forward(rows))
+        if meter is not None and before is not None:
+            meter.restore(before)
+        return replay
+
+    def _forward(self, rows: int) -> Tensor:
+        """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
+        device = self._inputs.device
+        batch = Batch(
+            device["ids"][:rows],
+            device["positions"][:rows],
+            device["block_table"][:rows],
+            device["lengths"][:rows],
+        )
+        logits = self._model.forward(batch, self._cache, self._selector, self._ops)
+        logits = logits[:, : self._vocab].contiguous()
+        lowest, highest = logits.aminmax(dim=1)
+        # Infinite or NaN where any logit is: one comparison tells.
+        finite = highest - lowest < torch.inf
+        self._picked[:rows] = torch.where(finite, self._ops.argmax(logits), _NOT_FINITE)
+        return logits
