@@ -68,10 +68,11 @@ class Meter:
         shares = [used / (rows * neurons) if rows else 1.0 for _, used, rows in counted]
         return sum(shares) / len(shares)
 
-    def reads(self) -> list[LayerReads]:
+    def reads(self, steps: int | None = None) -> list[LayerReads]:
         """Mean over the steps since the last reset, by layer: what any row of a step read.
 
-        A site that never selected has read everything.
+        steps: how many there were; default: as if all had as many rows as the last one. A site that
+        never selected has read everything.
         """
         found = []
         for neurons, (active,), heads in zip(
@@ -80,20 +81,18 @@ class Meter:
             self._counters[Site.HEADS].tolist(),
             strict=True,
         ):
-            steps = neurons[2] // self._rows
+            of_neurons, of_heads = (
+                (rows // self._rows if steps is None else steps) if rows else 0
+                for rows in (neurons[2], heads[2])
+            )
             found.append(
                 LayerReads(
-                    neurons=self._mean(neurons),
-                    active=active / steps if steps else None,
-                    groups=self._mean(heads),
+                    neurons=neurons[0] / of_neurons if of_neurons else None,
+                    active=active / of_neurons if of_neurons else None,
+                    groups=heads[0] / of_heads if of_heads else None,
                 )
             )
         return found
-
-    def _mean(self, counter: list[int]) -> float | None:
-        listed, _, rows = counter
-        steps = rows // self._rows
-        return listed / steps if steps else None
 
 
 class MeteredSelector(Selector):
