@@ -236,15 +236,14 @@ def test_a_row_that_is_not_finite_harms_no_other(tiny: Callable[..., Tiny]) -> N
     model = load_model(tiny("opt").path).model
     runner = Runner(model, 4)
     requests = [runner.start(3 + n, seed=n) for n in range(3)]
+    hot = SamplingParams(temperature=1.0)
     for bad in (torch.nan, torch.inf, -torch.inf):
         runner.cache.values[1][requests[1].blocks[0], 0] = bad
         logits = runner.step.run(requests)
         assert isinstance(runner.step, GraphStep)
         samplers = [
             Sampler(p, r.prompt, VOCAB)
-            for p, r in zip(
-                (GREEDY, GREEDY, SamplingParams(temperature=1.0)), requests, strict=True
-            )
+            for p, r in zip((GREEDY, GREEDY, hot), requests, strict=True)
         ]
         picked = runner.step.pick(samplers)
         assert picked[0] == int(logits[0].argmax())

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dejavu.engine.sampling import Sampler, pick
 from dejavu.engine.scheduler import Request
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import Batch, DecoderLM
@@ -57,8 +60,12 @@ class DecodeStep:
         *,
         max_rows: int,
         max_length: int,
+        vocab_size: int | None = None,
     ) -> None:
-        """Steps of up to `max_rows` sequences of up to `max_length` tokens."""
+        """Steps of up to `max_rows` sequences of up to `max_length` tokens.
+
+        vocab_size: ids are picked below it; default: the model's.
+        """
         self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
         self._ids = torch.zeros(max_rows, dtype=torch.int64)
         self._positions = torch.zeros(max_rows, dtype=torch.int64)
@@ -70,6 +77,9 @@ class DecodeStep:
         self._lengths_view = self._lengths.numpy()
         self._block_table_view = self._block_table.numpy()
         self._rows: list[Request] = []
+        self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
+        self._logits: Tensor | None = None
+        self._cut: tuple[Tensor | None, list[NDArray[np.float32]]] = None, []
         self._recorded: dict[int, tuple[Program, Tensor]] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
@@ -85,6 +95,31 @@ class DecodeStep:
         if self._rows != requests:
             self._seat(requests)
         self._model.prepare(max(lengths))
+        self._logits = self._run(rows)
+        return self._logits
+
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
+        """The next id of each row of the latest `run`; None where its logits are not finite or it
+        has no sampler."""
+        rows = zip(samplers, self._host_rows(), strict=True)
+        return [None if sampler is None else pick(sampler, row) for sampler, row in rows]
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        """Logits `[vocab_size]` of one row of the latest `run`."""
+        return self._host_rows()[row]
+
+    def width(self, rows: int) -> int:
+        """Rows of the step that so many requests take: no padding here."""
+        return rows
+
+    def _host_rows(self) -> list[NDArray[np.float32]]:
+        assert self._logits is not None
+        if self._logits is not self._cut[0]:  # a program has one buffer, whose rows are cut once
+            rows = [row[: self._vocab] for row in self._logits.numpy()]
+            self._cut = self._logits, rows
+        return self._cut[1]
+
+    def _run(self, rows: int) -> Tensor:
         recorded = self._recorded.get(rows)
         if recorded is None:
             if not (self._selector.capturable and isinstance(self._ops, Recordable)):

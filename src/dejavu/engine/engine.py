@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dejavu.engine.activity import Watchable, activity
-from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.backend import Step, decode_ops, decode_step
 from dejavu.engine.logprobs import logprob_of, prompt_logprobs
 from dejavu.engine.params import SamplingParams
-from dejavu.engine.sampling import Sampler
+from dejavu.engine.sampling import Sampler, pick
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
 from dejavu.errors import DejavuError, InputError
-from dejavu.kernels.native import MAX_ROWS, NativeOps
+from dejavu.kernels.device import free_memory, on
+from dejavu.kernels.native import MAX_ROWS
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
@@ -31,6 +30,7 @@ from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Dense, Selector
 
 PREFILL_CHUNK = 128  # tokens; of relu-30m on 2 cores 0.1 s, where one token takes 0.03 s
+GPU_PREFILL_CHUNK = 2048  # tokens: products this long are bound by arithmetic, not by weights
 _LEAST_PIECE = 32  # tokens that a shorter piece costs as much time as
 DEFAULT_ARM = "default"
 
@@ -56,34 +56,38 @@ class Engine:
         ops: Ops | None = None,
         arms: Mapping[str, Selector] | None = None,
         cache_bytes: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
     ) -> None:
         """A cache for `max_batch` sequences of `max_model_len` tokens is reserved, or as much of it
-        as fits into `cache_bytes` (default: half of the machine's memory).
+        as fits into `cache_bytes` (default: half of the machine's memory; on a GPU four fifths of
+        what is free there).
 
         selector: of the decode steps; prompts are always dense. Default: dense.
         arms: further selectors by name, among which `add` chooses.
         prefill_chunk: prompt tokens computed at most between two decode steps; prompts are cut
-            into pieces of this length.
+            into pieces of this length. Default: `PREFILL_CHUNK`, on a GPU `GPU_PREFILL_CHUNK`.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
         vocab_size: sampled ids lie below it (a tokenizer may have fewer than the model).
         eos_token_ids: end tokens; default: the config's.
-        ops: of the decode steps; default: the compiled kernels with `threads` threads.
+        ops: of the decode steps; default: the kernels for the model's device, on the CPU with
+            `threads` threads.
 
-        Raises InputError for a bad option, BackendError where the compiled kernels are missing.
+        Raises InputError for a bad option, BackendError where the kernels are missing.
         """
         model, config = loaded.model, loaded.model.config
         if not 1 <= max_batch <= MAX_ROWS:
             raise InputError(f"max_batch must lie in 1..{MAX_ROWS}, not {max_batch}")
-        token_bytes = _cache_bytes(1, loaded)
-        memory = _memory() // 2 if cache_bytes is None else cache_bytes
+        token_bytes = KVCache.token_bytes(config, model.cache_dtype)
+        memory = _cache_budget(model.device) if cache_bytes is None else cache_bytes
         affordable = memory // token_bytes // BLOCK_SIZE * BLOCK_SIZE
         if affordable < 2:
             raise InputError(
                 f"a cache of {memory} bytes does not hold one block of {BLOCK_SIZE} tokens, which "
                 f"takes {BLOCK_SIZE * token_bytes}: allow more memory"
             )
+        if prefill_chunk is None:
+            prefill_chunk = PREFILL_CHUNK if model.device.type == "cpu" else GPU_PREFILL_CHUNK
         if prefill_chunk < 1:
             raise InputError(f"prefill_chunk must be at least 1, not {prefill_chunk}")
         if max_model_len is None:
@@ -103,22 +107,23 @@ class Engine:
         self.vocab_size = min(config.vocab_size, vocab_size or config.vocab_size)
         self._model = model
         blocks = min(max_batch * blocks_for(max_model_len), affordable // BLOCK_SIZE)
-        self._cache = KVCache(config, blocks)
+        self._cache = KVCache(config, blocks, device=model.device, dtype=model.cache_dtype)
         self._scheduler = Scheduler(
             self._cache, block_size=BLOCK_SIZE, max_rows=max_batch, max_length=max_model_len
         )
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._threads = threads
         selectors = {DEFAULT_ARM: Dense() if selector is None else selector, **(arms or {})}
-        step_ops = NativeOps(threads) if ops is None else ops
+        step_ops = decode_ops(model, threads) if ops is None else ops
         self._steps = {
-            name: DecodeStep(
+            name: decode_step(
                 model,
                 self._cache,
                 chosen,
                 step_ops,
                 max_rows=max_batch,
                 max_length=max_model_len,
+                vocab_size=self.vocab_size,
             )
             for name, chosen in selectors.items()
         }
@@ -127,8 +132,6 @@ class Engine:
         self.max_batch = max_batch
         self.cache_blocks = blocks
         self._chunk = prefill_chunk
-        self._seen: Tensor | None = None
-        self._rows: list[NDArray[np.float32]] = []
         self._meters = {
             name: chosen.meter
             for name, chosen in selectors.items()
@@ -240,10 +243,10 @@ class Engine:
             if not rows:
                 continue
             started = perf_counter()
-            logits = step.run(rows)
+            step.run(rows)
             self.steps[arm] += 1
-            self._watch(rows)
-            self._accept(rows, logits)
+            self._watch(rows, step)
+            self._accept(rows, step)
             seconds = perf_counter() - started
             for request in rows:
                 request.decode_seconds += seconds
@@ -257,51 +260,60 @@ class Engine:
         start, whole = request.computed, end == len(request.prompt)
         every = params.prompt_logprobs is not None
         batch = Batch.prefill(
-            list(request.prompt[start:end]), request.blocks, start=start, last_only=not every
+            list(request.prompt[start:end]),
+            request.blocks,
+            start=start,
+            last_only=not every,
+            device=self._model.device,
         )
         self._model.prepare(len(request.prompt))
-        with _torch_threads(self._threads):
+        with _torch_threads(self._threads), on(self._model.device):
             logits = self._model.forward(batch, self._cache, Dense(), TorchOps())
         if every and not request.done:
-            scored = logits[:, : self.vocab_size].numpy()
+            scored = logits[:, : self.vocab_size].cpu().numpy()
             following = request.prompt[start + 1 : end + 1]
             request.prompt_logprobs += prompt_logprobs(scored, following, params.prompt_logprobs)
-        if whole:
-            self._accept([request], logits[-1:])
+        if whole and not request.done:
+            row = logits[-1, : self.vocab_size].cpu().numpy()
+            self._take(request, pick(self._active[request][1], row), lambda: row)
         self._scheduler.advance(request, end)
 
-    def _watch(self, rows: list[Request]) -> None:
+    def _watch(self, rows: list[Request], step: Step) -> None:
         """Keep what a decode step selected for the requests that want to know."""
         if not any(request.watched for request in rows):
             return
         selector = self.selectors[rows[0].arm]
         if isinstance(selector, Watchable):
             c = self._model.config
-            found = activity(selector, len(rows), c.intermediate_size, c.num_key_value_heads)
+            width = step.width(len(rows))
+            found = activity(selector, width, c.intermediate_size, c.num_key_value_heads)
             for place, request in enumerate(rows):
                 if request.watched and not request.done:
                     request.activity.append(found.row(place))
 
-    def _accept(self, requests: list[Request], logits: Tensor) -> None:
-        """Sample each request's next token from its row; end those that are through."""
-        if logits is not self._seen:  # a recorded step has one buffer, whose rows are cut once
-            self._seen = logits
-            self._rows = [row[: self.vocab_size] for row in logits.numpy()]
-        for request, row in zip(requests, self._rows, strict=True):
-            if request.done:  # aborted while the step ran: a dropped stream, collected as garbage
-                continue
-            if not _finite(row):
-                self._finish(request, error=_not_finite(request))
-                continue
-            params, sampler, ends = self._active[request]
-            token = sampler.sample(row)
-            if params.logprobs is not None:
-                request.logprobs.append(logprob_of(row, token, params.logprobs))
-            request.token_ids.append(token)
-            if token in ends:
-                self._finish(request, "stop")
-            elif request.length >= request.limit:
-                self._finish(request, "length")
+    def _accept(self, requests: list[Request], step: Step) -> None:
+        """Sample each request's next token from its row of a step; end those that are through."""
+        active = [self._active.get(request) for request in requests]
+        tokens = step.pick([None if entry is None else entry[1] for entry in active])
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            if not request.done:  # aborted while the step ran: a dropped stream, now garbage
+                self._take(request, token, partial(step.row, row))
+
+    def _take(
+        self, request: Request, token: int | None, logits: Callable[[], NDArray[np.float32]]
+    ) -> None:
+        """A request's next token, None where its logits are not finite, and how to get those."""
+        if token is None:
+            self._finish(request, error=_not_finite(request))
+            return
+        params, _, ends = self._active[request]
+        if params.logprobs is not None:
+            request.logprobs.append(logprob_of(logits(), token, params.logprobs))
+        request.token_ids.append(token)
+        if token in ends:
+            self._finish(request, "stop")
+        elif request.length >= request.limit:
+            self._finish(request, "length")
 
     def _finish(
         self,
@@ -324,15 +336,6 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _finite(row: NDArray[np.float32]) -> bool:
-    """Whether no value is NaN or infinite.
-
-    argmin and argmax stop at a NaN, and come without the machinery of NumPy's reductions: after a
-    decode step has swept the caches, `min` and `max` take 80 us, these under 10.
-    """
-    return math.isfinite(row.item(row.argmin())) and math.isfinite(row.item(row.argmax()))
-
-
 def _not_finite(request: Request) -> DejavuError:
     return DejavuError(
         f"the logits after {len(request.prompt)} prompt and {len(request.token_ids)} answer tokens "
@@ -341,11 +344,8 @@ def _not_finite(request: Request) -> DejavuError:
     )
 
 
-def _cache_bytes(tokens: int, loaded: LoadedModel) -> int:
-    config = loaded.model.config
-    return 8 * tokens * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-
-
-def _memory() -> int:
-    """Bytes of physical memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _cache_budget(device: torch.device) -> int:
+    """Bytes for the cache where nobody says: the CPU takes memory only as it is written, a GPU at
+    once, and prompts need some beside it."""
+    free = free_memory(device)
+    return free // 2 if device.type == "cpu" else free * 4 // 5

@@ -182,6 +182,10 @@ class GraphStep:
         logits: NDArray[np.float32] = self._logits[row].cpu().numpy()
         return logits
 
+    def width(self, rows: int) -> int:
+        """Rows of the step that so many requests take, padding included."""
+        return rows if self._capture is None else next(b for b in self._buckets if b >= rows)
+
     def _draw(self, samplers: Sequence[Sampler | None]) -> None:
         """Replace the likeliest ids by drawn ones where a sampler wants that."""
         rows = len(samplers)
@@ -209,13 +213,13 @@ class GraphStep:
     def _write(self, requests: Sequence[Request]) -> int:
         """The step's inputs into the staging memory; returns the rows of the step."""
         rows = len(requests)
-        bucket = rows if self._capture is None else next(b for b in self._buckets if b >= rows)
+        bucket = self.width(rows)
         host = self._inputs.host
         lengths = [r.length for r in requests]
         host["ids"][:rows] = [r.token_ids[-1] for r in requests]
         host["lengths"][:rows] = lengths
         host["positions"][:rows] = [length - 1 for length in lengths]
-        if self._seats != (requests, bucket):
+        if self._seats != (list(requests), bucket):
             # Blocks are given for life, so the table changes only when rows change hands.
             table = host["block_table"]
             table[:bucket] = self._cache.scratch

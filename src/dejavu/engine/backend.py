@@ -1,0 +1,86 @@
+"""Which kernels and which kind of decode step a model runs on: by the device of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.graph_step import GraphStep
+from dejavu.engine.sampling import Sampler
+from dejavu.engine.scheduler import Request
+from dejavu.errors import BackendError
+from dejavu.kernels.native import NativeOps
+from dejavu.kernels.ops import Ops
+from dejavu.models.base import DecoderLM
+from dejavu.models.kv_cache import KVCache
+from dejavu.sparsity.policy import Selector
+
+
+class Step(Protocol):
+    """Decode steps over fixed buffers: `DecodeStep` on the CPU, `GraphStep` on a GPU."""
+
+    def run(self, requests: Sequence[Request]) -> Tensor:
+        """Logits fp32 `[B, vocab_size]` after each request's latest token, which enters the cache;
+        on the model's device, where they may still be on their way. Good until the next call."""
+        ...
+
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
+        """The next id of each row of the latest `run`, once; None where its logits are not finite
+        or it has no sampler."""
+        ...
+
+    def row(self, row: int) -> NDArray[np.float32]:
+        """Logits `[vocab_size]` of one row of the latest `run`, on the host."""
+        ...
+
+    def width(self, rows: int) -> int:
+        """Rows of the step that so many requests take, padding included."""
+        ...
+
+
+def decode_ops(model: DecoderLM, threads: int | None = None) -> Ops:
+    """The fastest kernels for a model's decode steps. threads: of the CPU.
+
+    Raises BackendError where this installation does not have them.
+    """
+    if model.device.type == "cpu":
+        return NativeOps(threads)
+    try:
+        from dejavu.kernels.gpu.ops import TritonOps
+    except ImportError as error:
+        raise BackendError(
+            f"decoding on {model.device} needs Triton, which comes with PyTorch for CUDA "
+            f"(pip install triton): {error}"
+        ) from error
+    return TritonOps(model.device, model.cache_dtype)
+
+
+def decode_step(
+    model: DecoderLM,
+    cache: KVCache,
+    selector: Selector,
+    ops: Ops,
+    *,
+    max_rows: int,
+    max_length: int,
+    vocab_size: int | None = None,
+) -> Step:
+    """Steps of up to `max_rows` sequences of up to `max_length` tokens.
+
+    vocab_size: logits and ids end there; default: the model's.
+    """
+    kind = DecodeStep if model.device.type == "cpu" else GraphStep
+    return kind(
+        model,
+        cache,
+        selector,
+        ops,
+        max_rows=max_rows,
+        max_length=max_length,
+        vocab_size=vocab_size,
+    )
