@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 
-def tile_size(entries: int) -> int:
-    """Entries a tile: a power of two that gives 16 to 32 tiles, at least 32 entries each.
+GPU_TILE = 128  # entries: what one program of the selecting kernel scores
+
+
+def tile_size(entries: int, device: torch.device | str = "cpu") -> int:
+    """Entries a tile: a power of two that gives 16 to 32 tiles, at least 32 entries each; on a GPU
+    always `GPU_TILE`, since there a tile is made by one of hundreds of programs.
 
     Tiles are the unit of work sharing and of summation: a tile's partial sum is made by one
     thread, in ascending entry order, and tiles are added up in order. So the bits of a result
     depend neither on the number of threads nor on what other rows selected.
     """
+    if torch.device(device).type == "cuda":
+        return GPU_TILE
     size = 32
     while entries > 32 * size:
         size *= 2
@@ -59,7 +65,7 @@ class Selection:
     @staticmethod
     def empty(entries: int, rows: int, *, device: str | torch.device = "cpu") -> Selection:
         """Buffers for `rows` rows with nothing selected."""
-        tile = tile_size(entries)
+        tile = tile_size(entries, device)
         tiles = -(-entries // tile)
         mask = torch.zeros(rows, entries, dtype=torch.uint8, device=device) if rows > 1 else None
         return Selection(

@@ -1,0 +1,1 @@
+"""Triton kernels: `ops.TritonOps` implements `kernels.ops.Ops` for decode steps on a GPU."""

@@ -1,0 +1,75 @@
+"""What all kernels share: when a program may read, and which entries a selection lists.
+
+Programmatic dependent launch (PDL, compute capability 9.0): a kernel's programs are on the chip
+before the kernel ahead of them has ended, and `begin` lets them go on when its results are visible.
+Every program of every kernel waits, also those that have nothing to do: a kernel that ended early
+would release its successor before its predecessor has written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel's programs come, wait for the results of the kernel before."""
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def running_counts(counts, tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Entries listed in the tiles up to and with each: int32 `[TILES]` (TILES >= tiles)."""
+    t = tl.arange(0, TILES)
+    return tl.cumsum(tl.load(counts + t, mask=t < tiles, other=0), axis=0)
+
+
+@triton.jit
+def listed(indices, running, place, total, TILES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The entries at places `[P]` of the list of all tiles, one after the other; 0 beyond it.
+
+    Tiles hold their own counts, so no pass over the whole selection makes one list of them: every
+    program finds its share here, which costs less than another launch.
+    """
+    before = running[None, :] <= place[:, None]
+    tile = tl.sum(before.to(tl.int32), axis=1)
+    start = tl.max(tl.where(before, running[None, :], 0), axis=1)
+    inside = place < total
+    return tl.load(indices + tile * TILE + (place - start), mask=inside, other=0)
+
+
+@triton.jit
+def is_listed(indices, counts, entry, inside, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether entries `[P]` are listed."""
+    tile = entry // TILE
+    slot = tl.arange(0, TILE)
+    count = tl.load(counts + tile, mask=inside, other=0)
+    held = tl.load(
+        indices + tile[:, None] * TILE + slot[None, :],
+        mask=inside[:, None] & (slot[None, :] < count[:, None]),
+        other=-1,
+    )
+    return tl.max((held == entry[:, None]).to(tl.int32), axis=1) > 0
+
+
+@triton.jit
+def multiply(a, b, sums):  # type: ignore[no-untyped-def]
+    """sums + a @ b with fp32 sums; one of the two are stored weights.
+
+    Half-precision weights and inputs: plain tensor core products. Half-precision or int8 weights
+    and fp32 inputs: three products in tf32, which hold such weights exactly and split the inputs.
+    fp32 weights: IEEE.
+    """
+    if a.dtype == b.dtype:
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    elif (a.dtype == tl.float32) | (b.dtype == tl.float32):
+        sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="tf32x3")
+    elif a.dtype == tl.int8:
+        sums = tl.dot(a.to(b.dtype), b, sums, input_precision="ieee")
+    else:
+        sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")
+    return sums

@@ -1,0 +1,205 @@
+"""Dot products with stored rows: projections, and the first half of the MLP.
+
+One row of input: products are kept apart in registers over the whole row and added up at its end,
+so that a program's loads follow each other without waiting. Up to 16 rows: one `tl.dot` a step,
+which reads each weight once for all of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dejavu.kernels.gpu.activation import activate
+from dejavu.kernels.gpu.grid import begin, is_listed, multiply
+
+
+@triton.jit
+def dots(  # type: ignore[no-untyped-def]
+    x, w, row, valid, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BLOCK, ROWS]`: weight rows `row` (int64 `[BLOCK]`) times the inputs `[rows, width]`."""
+    place = tl.arange(0, WIDTH)
+    if ROWS == 1:
+        sums = tl.zeros([BLOCK, WIDTH], tl.float32)
+        for start in tl.range(0, width, WIDTH, num_stages=STAGES):
+            k = start + place
+            if EVEN:
+                weight = tl.load(
+                    w + row[:, None] * width + k[None, :],
+                    mask=valid[:, None], other=0.0, eviction_policy="evict_first",
+                )  # fmt: skip
+                value = tl.load(x + k)
+            else:
+                inside = k < width
+                weight = tl.load(
+                    w + row[:, None] * width + k[None, :],
+                    mask=valid[:, None] & inside[None, :], other=0.0,
+                    eviction_policy="evict_first",
+                )  # fmt: skip
+                value = tl.load(x + k, mask=inside, other=0.0)
+            sums += weight.to(tl.float32) * value.to(tl.float32)[None, :]
+        result = tl.sum(sums, axis=1)[:, None]
+    else:
+        n = tl.arange(0, ROWS)
+        result = tl.zeros([BLOCK, ROWS], tl.float32)
+        for start in tl.range(0, width, WIDTH, num_stages=STAGES):
+            k = start + place
+            inside = k < width
+            weight = tl.load(
+                w + row[:, None] * width + k[None, :],
+                mask=valid[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first",
+            )  # fmt: skip
+            value = tl.load(
+                x + n[None, :] * width + k[:, None],
+                mask=(n[None, :] < rows) & inside[:, None], other=0.0,
+            )  # fmt: skip
+            result = multiply(weight, value, result)
+    return result
+
+
+@triton.jit
+def _project_block(  # type: ignore[no-untyped-def]
+    x, w, scale, bias, y, indices, counts, mask, first, outputs, entries, channels, rows, width,
+    SELECTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Outputs `first .. first + BLOCK` of one projection, 0 where a row does not use them."""
+    row = first + tl.arange(0, BLOCK)
+    valid = row < outputs
+    read = valid
+    n = tl.arange(0, ROWS)
+    if SELECTED:
+        entry = row // channels
+        if mask is None:
+            read = is_listed(indices, counts, entry, valid, TILE)
+            used = read[:, None]
+        else:
+            used = tl.load(
+                mask + n[None, :] * entries + entry[:, None],
+                mask=valid[:, None] & (n[None, :] < rows), other=0,
+            ) != 0  # fmt: skip
+            read = tl.max(used.to(tl.int32), axis=1) > 0
+        if tl.max(read.to(tl.int32), axis=0) == 0:
+            width = width * 0
+    result = dots(x, w, row.to(tl.int64), read, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+    if scale is not None:
+        result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
+    if bias is not None:
+        result += tl.load(bias + row, mask=valid, other=0.0)[:, None]
+    if SELECTED:
+        result = tl.where(used, result, 0.0)
+    tl.store(
+        y + n[None, :] * outputs + row[:, None], result,
+        mask=valid[:, None] & (n[None, :] < rows),
+    )  # fmt: skip
+
+
+@triton.jit
+def project_kernel(  # type: ignore[no-untyped-def]
+    x, rows, width,
+    w0, scale0, bias0, y0, outputs0, programs0,
+    w1, scale1, bias1, y1, outputs1, programs1,
+    w2, scale2, bias2, y2, outputs2,
+    indices, counts, mask, entries, channels0, channels1, channels2,
+    SELECTED0: tl.constexpr, SELECTED1: tl.constexpr, SELECTED2: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to three projections of the same input `[rows, width]`, one after the other in the grid."""
+    begin(PDL)
+    program = tl.program_id(0)
+    if program < programs0:
+        _project_block(
+            x, w0, scale0, bias0, y0, indices, counts, mask, program * BLOCK, outputs0, entries,
+            channels0, rows, width, SELECTED0, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES,
+        )  # fmt: skip
+    if w1 is not None:
+        if (program >= programs0) & (program < programs0 + programs1):
+            _project_block(
+                x, w1, scale1, bias1, y1, indices, counts, mask, (program - programs0) * BLOCK,
+                outputs1, entries, channels1, rows, width, SELECTED1, TILE, ROWS, BLOCK, WIDTH,
+                EVEN, STAGES,
+            )  # fmt: skip
+    if w2 is not None:
+        if program >= programs0 + programs1:
+            _project_block(
+                x, w2, scale2, bias2, y2, indices, counts, mask,
+                (program - programs0 - programs1) * BLOCK, outputs2, entries, channels2, rows,
+                width, SELECTED2, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def up_kernel(  # type: ignore[no-untyped-def]
+    x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
+    indices, counts, mask, active, tiles, parts, threshold,
+    LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
+    not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
+    numbers) and total (how many).
+
+    A tile is shared by `parts` programs, which need no other tile's count before they read weights;
+    where its results belong in the common list a program learns meanwhile.
+    """
+    begin(PDL)
+    program = tl.program_id(0)
+    n = tl.arange(0, ROWS)
+    slots = tl.arange(0, BLOCK)
+    if LISTED:
+        tile, part = program // parts, program % parts
+        count = tl.load(counts + tile)
+        t = tl.arange(0, TILES)
+        others = tl.load(counts + t, mask=t < tiles, other=0)
+        rounds = tl.cdiv(count - part, parts * BLOCK)
+    else:
+        rounds = 1
+    live = 0
+    for turn in tl.range(0, rounds):
+        if LISTED:
+            slot = part + parts * (turn * BLOCK + slots)
+            held = slot < count
+            neuron = tl.load(indices + tile * TILE + slot, mask=slot < TILE, other=0)
+            neuron = tl.where(held, neuron, 0)
+        else:
+            neuron = program * BLOCK + slots
+            held = neuron < neurons
+        row = neuron.to(tl.int64)
+        a = dots(x, up, row, held, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+        if up_scale is not None:
+            a *= tl.load(up_scale + neuron, mask=held, other=0.0)[:, None]
+        if up_bias is not None:
+            a += tl.load(up_bias + neuron, mask=held, other=0.0)[:, None]
+        if gate is not None:
+            g = dots(x, gate, row, held, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+            if gate_scale is not None:
+                g *= tl.load(gate_scale + neuron, mask=held, other=0.0)[:, None]
+            if gate_bias is not None:
+                g += tl.load(gate_bias + neuron, mask=held, other=0.0)[:, None]
+            a = activate(g, threshold, ACTIVATION) * a
+        else:
+            a = activate(a, threshold, ACTIVATION)
+        written = held[:, None] & (n[None, :] < rows)
+        if mask is not None:
+            used = tl.load(
+                mask + n[None, :].to(tl.int64) * neurons + neuron[:, None], mask=written, other=0
+            )
+            a = tl.where(used != 0, a, 0.0)
+        if LISTED:
+            place = tl.sum(tl.where(t < tile, others, 0), axis=0) + slot
+            tl.store(flat + place, neuron, mask=held)
+        else:
+            place = neuron
+        tl.store(out + n[None, :].to(tl.int64) * neurons + place[:, None], a, mask=written)
+        if active is not None:
+            live += tl.sum(tl.max((written & (a != 0)).to(tl.int32), axis=1), axis=0)
+    if LISTED:
+        if program == 0:
+            tl.store(total, tl.sum(others, axis=0))
+    if active is not None:
+        tl.atomic_add(active, live.to(tl.int64))

@@ -1,0 +1,107 @@
+"""A predictor's second stage: score every entry, list those above 0, count what was chosen."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dejavu.kernels.gpu.grid import begin
+from dejavu.kernels.gpu.rows import dots
+
+
+@triton.jit
+def _list(used, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write one tile's list, count and mask from `used`, bool `[TILE, ROWS]`."""
+    used = used & valid[:, None] & (n[None, :] < rows)
+    chosen = tl.max(used.to(tl.int32), axis=1)
+    place = tl.cumsum(chosen, axis=0) - chosen
+    tl.store(indices + tile * TILE + place, entry, mask=chosen > 0)
+    tl.store(counts + tile, tl.sum(chosen, axis=0))
+    if mask is not None:
+        tl.store(
+            mask + n[None, :] * entries + entry[:, None], used.to(tl.uint8),
+            mask=valid[:, None] & (n[None, :] < rows),
+        )  # fmt: skip
+
+
+@triton.jit
+def select_kernel(  # type: ignore[no-untyped-def]
+    hidden, rows, rank, weight, scale, bias, indices, counts, mask, entries,
+    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile a program: listed is what scores `weight . hidden + bias > 0` in some row."""
+    begin(PDL)
+    tile = tl.program_id(0)
+    entry = tile * TILE + tl.arange(0, TILE)
+    valid = entry < entries
+    n = tl.arange(0, ROWS)
+    score = dots(
+        hidden, weight, entry.to(tl.int64), valid, rows, rank, ROWS, TILE, WIDTH, EVEN, STAGES
+    )
+    if scale is not None:
+        score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
+    score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]
+    _list(score > 0, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE)
+
+
+@triton.jit
+def _ones(word):  # type: ignore[no-untyped-def]
+    """Bits set in each int64."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (word * 0x0101010101010101) >> 56 & 0xFF
+
+
+@triton.jit
+def sign_kernel(  # type: ignore[no-untyped-def]
+    x, rows, width, signs, words, thresholds, indices, counts, mask, entries,
+    TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile a program: listed is what agrees in sign with x in enough places."""
+    begin(PDL)
+    tile = tl.program_id(0)
+    entry = tile * TILE + tl.arange(0, TILE)
+    valid = entry < entries
+    n = tl.arange(0, ROWS)
+    bit = tl.arange(0, 64)
+    agreeing = tl.zeros([TILE, ROWS], tl.int32)
+    for word in tl.range(0, words):
+        stored = tl.load(signs + entry.to(tl.int64) * words + word, mask=valid, other=0)
+        k = word * 64 + bit
+        value = tl.load(
+            x + n[:, None] * width + k[None, :],
+            mask=(n[:, None] < rows) & (k[None, :] < width), other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        mine = tl.sum((value < 0).to(tl.int64) << bit.to(tl.int64)[None, :], axis=1)
+        differing = _ones(stored[:, None] ^ mine[None, :]).to(tl.int32)
+        agreeing += tl.minimum(width - word * 64, 64) - differing
+    limit = tl.load(thresholds + entry, mask=valid, other=0)
+    _list(
+        agreeing >= limit[:, None], entry, valid, n, rows, indices, counts, mask, entries, tile,
+        TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def tally_kernel(  # type: ignore[no-untyped-def]
+    counts, mask, counter, tiles, rows, entries,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counter += (entries read, entries used summed over rows, rows)."""
+    begin(PDL)
+    t = tl.arange(0, TILES)
+    read = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0).to(tl.int64)
+    if mask is None:
+        used = read * rows
+    else:
+        found = tl.zeros([WIDTH], tl.int32)
+        held = rows * entries
+        for start in tl.range(0, held, WIDTH):
+            place = start + tl.arange(0, WIDTH)
+            found += tl.load(mask + place, mask=place < held, other=0).to(tl.int32)
+        used = tl.sum(found, axis=0).to(tl.int64)
+    tl.store(counter, tl.load(counter) + read)
+    tl.store(counter + 1, tl.load(counter + 1) + used)
+    tl.store(counter + 2, tl.load(counter + 2) + rows)

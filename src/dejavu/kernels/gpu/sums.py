@@ -1,0 +1,133 @@
+"""Sums of stored rows: the output projection over heads, the down projection over neurons.
+
+The rows are cut into shares, the columns into blocks: a program adds up its share's piece of a
+block in registers, writes that partial sum, and the last program of a column block to arrive adds
+the partial sums in their order. So the result does not depend on which program was the last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dejavu.kernels.gpu.grid import begin, listed, multiply, running_counts
+
+
+@triton.jit
+def sum_rows_kernel(  # type: ignore[no-untyped-def]
+    x, rows, width, w, scale, bias, residual, out, columns,
+    flat, flat_total, indices, counts, mask, tiles, entries, channels,
+    partial, arrived, shares,
+    LIST: tl.constexpr, SKIP: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
+
+    LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
+    "tiles": blocks of `channels` rows that a selection lists, x[:, i] with row i. SKIP: a row of w
+    whose coefficients are all 0 is not read.
+    partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
+    left at 0. JOIN: partial sums that are loaded together.
+
+    A share is every shares-th block of rows: its first block is known before the total is.
+    """
+    begin(PDL)
+    block, share = tl.program_id(0), tl.program_id(1)
+    if LIST == "flat":
+        total = tl.load(flat_total)
+    elif LIST == "tiles":
+        if TILES == 1:
+            total = tl.load(counts) * channels
+        else:
+            running = running_counts(counts, tiles, TILES)
+            total = tl.max(running, axis=0) * channels
+    else:
+        total = width
+    n = tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    if ROWS == 1:
+        sums = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    else:
+        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(share * BLOCK, total, shares * BLOCK, num_stages=STAGES):
+        place = start + tl.arange(0, BLOCK)
+        valid = place < total
+        if LIST == "flat":
+            i = tl.load(flat + place, mask=valid, other=0)
+            at = place
+        elif LIST == "tiles":
+            if TILES == 1:
+                entry = tl.load(indices + place // channels, mask=valid, other=0)
+            else:
+                entry = listed(indices, running, place // channels, total, TILES, TILE)
+            i = entry * channels + place % channels
+            at = i
+        else:
+            i = place
+            at = place
+        if ROWS == 1:
+            a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+            read = valid
+            if SKIP:
+                read = valid & (a != 0)
+            if scale is not None:
+                a *= tl.load(scale + i, mask=valid, other=0.0)
+            if EVEN:
+                weight = tl.load(
+                    w + i.to(tl.int64)[:, None] * columns + column[None, :],
+                    mask=read[:, None], other=0.0, eviction_policy="evict_first",
+                )  # fmt: skip
+            else:
+                weight = tl.load(
+                    w + i.to(tl.int64)[:, None] * columns + column[None, :],
+                    mask=read[:, None] & inside[None, :], other=0.0,
+                    eviction_policy="evict_first",
+                )  # fmt: skip
+            sums += a[:, None] * weight.to(tl.float32)
+        else:
+            held = (n[:, None] < rows) & valid[None, :]
+            a = tl.load(x + n[:, None].to(tl.int64) * width + at[None, :], mask=held, other=0.0)
+            if mask is not None:
+                used = tl.load(
+                    mask + n[:, None] * entries + (i // channels)[None, :], mask=held, other=0
+                )
+                a = tl.where(used != 0, a, 0.0)
+            read = valid
+            if SKIP:
+                read = valid & (tl.max((a != 0).to(tl.int32), axis=0) > 0)
+            weight = tl.load(
+                w + i.to(tl.int64)[:, None] * columns + column[None, :],
+                mask=read[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first",
+            )  # fmt: skip
+            if scale is not None:
+                a *= tl.load(scale + i, mask=valid, other=0.0)[None, :]
+            sums = multiply(a, weight, sums)
+    if ROWS == 1:
+        result = tl.sum(sums, axis=0)[None, :]
+    else:
+        result = sums
+    spot = n[:, None] * columns + column[None, :]
+    held = (n[:, None] < rows) & inside[None, :]
+    final = True
+    if partial is not None:
+        tl.store(partial + share * rows * columns + spot, result, mask=held)
+        tl.debug_barrier()
+        final = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == shares - 1
+        if final:
+            tl.store(arrived + block, 0)
+            result = tl.zeros([ROWS, COLUMNS], tl.float32)
+            j = tl.arange(0, JOIN)[:, None, None]
+            for s in tl.range(0, shares, JOIN):
+                theirs = tl.load(
+                    partial + (s + j) * rows * columns + spot[None, :, :],
+                    mask=(s + j < shares) & held[None, :, :], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                result += tl.sum(theirs, axis=0)
+    if final:
+        if bias is not None:
+            result += tl.load(bias + column, mask=inside, other=0.0)[None, :]
+        if residual is not None:
+            result += tl.load(residual + spot, mask=held, other=0.0)
+        tl.store(out + spot, result, mask=held)
