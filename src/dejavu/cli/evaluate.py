@@ -1,4 +1,4 @@
-"""`dejavu eval`: perplexity, and what a plan changes."""
+"""`dejavu eval`: perplexity or a suite of tasks, and what a plan changes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,49 @@ def evaluate(
         int | None, typer.Option("--stride", min=1, help="Default: the window.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", min=1, help="Tokens to score at most.")
+        int | None,
+        typer.Option("--max-tokens", "-n", min=1, help="Tokens to score at most, of each text."),
     ] = None,
     through: Annotated[
         str,
         typer.Option("--through", help="prefill (whole windows) or decode (token by token)."),
     ] = "prefill",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            "--suite",
+            help="paper: WikiText-2, C4, LAMBADA, HellaSwag, PIQA, WinoGrande, OpenBookQA, COPA, "
+            "RTE, ARC; dense and sparse, with the error of the difference.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", file_okay=False, help="Suite: folder of its files.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", file_okay=False, help="Suite: keep its state here, and go on from it."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", metavar="A,B", help="Suite: only these tasks.")
+    ] = None,
+    shots: Annotated[
+        int, typer.Option("--shots", min=0, help="Suite: examples before every question.")
+    ] = 0,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Suite: items a task at most; default all.")
+    ] = None,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            "--prompts", help="Suite: questions read dense, as in serving, or sparse like answers."
+        ),
+    ] = "dense",
+    generations: Annotated[
+        int, typer.Option("--generations", min=0, help="Suite: prompts written on from; 0: none.")
+    ] = 64,
+    seed: options.Seed = None,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     json_file: options.Json = None,
@@ -53,6 +90,7 @@ def evaluate(
     """Perplexity of a model on a text; with a plan or policy, dense and sparse side by side.
 
     Every token is scored once and chooses for itself: no figure comes from a union of tokens.
+    With --suite, the tasks of the field in place of one text; needs a plan or a policy.
 
     Examples:
 
@@ -61,7 +99,47 @@ def evaluate(
       dejavu eval facebook/opt-1.3b --text wiki.test.raw --preset wikitext2 --json out.json
 
       dejavu eval relu-30m --plan relu-30m --level fast --through decode -n 4096
+
+      dejavu eval relu-30m --plan relu-30m --suite paper --data evaldata --out suite-run
     """
+    of_suite = {
+        "--data": data, "--out": out, "--tasks": tasks, "--limit": limit, "--seed": seed,
+        "--shots": shots or None,
+        "--prompts": None if prompts == "dense" else prompts,
+        "--generations": None if generations == 64 else generations,
+    }  # fmt: skip
+    of_text = {
+        "--text": text, "--window": window, "--stride": stride,
+        "--preset": None if preset == "documents" else preset,
+        "--through": None if through == "prefill" else through,
+    }  # fmt: skip
+    options.refuse_without_effect(
+        of_suite if suite is None else of_text,
+        "needs --suite" if suite is None else "not of a suite",
+    )
+    if suite is not None:
+        from dejavu.cli.suite import run_suite
+
+        run_suite(
+            suite,
+            model,
+            plan=plan,
+            level=level,
+            policy=policy,
+            data=data,
+            out=out,
+            tasks=tasks,
+            shots=shots,
+            limit=limit,
+            seed=seed or 0,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            generations=generations,
+            dtype=dtype,
+            threads=threads,
+            json_file=json_file,
+        )
+        return
     from dejavu.cli.output import console, progress, quiet, write_json
     from dejavu.cli.sources import load, selector
     from dejavu.embedded import HELDOUT_TEXT

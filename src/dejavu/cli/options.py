@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,6 +67,15 @@ RepetitionPenalty = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Stop before this string; repeatable.")
 ]
+
+
+def refuse_without_effect(given: Mapping[str, object], why: str) -> None:
+    """Raises InputError naming the options that were given (are not None) and would do nothing."""
+    from dejavu.errors import InputError
+
+    found = [name for name, value in given.items() if value is not None]
+    if found:
+        raise InputError(f"{', '.join(found)}: {why}")
 
 
 def sampling_params(

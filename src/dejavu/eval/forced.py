@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dejavu.engine.decode_step import DecodeStep
+from dejavu.engine.backend import decode_ops, decode_step
 from dejavu.engine.scheduler import Request
 from dejavu.errors import BackendError, InputError
 from dejavu.eval.text import Window
@@ -65,13 +65,17 @@ class Reader:
             raise InputError(f"rows: {rows} is not usable, it is 1 to {MAX_ROWS}")
         self.through = through
         self._rows = rows
-        self._ops = ops or (TorchOps() if through == "prefill" else _decode_ops())
+        self._ops = ops or (TorchOps() if through == "prefill" else _decode_ops(model))
         self._model = widened(model) if through == "prefill" else model
 
     @property
     def backend(self) -> str:
-        """The ops: `torch`, or `native` and the instruction set."""
-        return f"native {self._ops.isa}" if isinstance(self._ops, NativeOps) else "torch"
+        """The ops: `torch`, `native` and the instruction set, or `triton`; on a GPU with it."""
+        if isinstance(self._ops, NativeOps):
+            return f"native {self._ops.isa}"
+        name = "torch" if isinstance(self._ops, TorchOps) else "triton"
+        device = self._model.device
+        return name if device.type == "cpu" else f"{name} {device}"
 
     def read(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
         """All scored predictions; the order depends on the windows alone."""
@@ -111,7 +115,7 @@ class Reader:
         longest = max(len(window.ids) - 1 for window in windows)
         rows = min(self._rows, len(windows))
         cache = self._model.new_cache(longest, sequences=rows)
-        step = DecodeStep(
+        step = decode_step(
             self._model, cache, selector, self._ops, max_rows=rows, max_length=longest
         )
         blocks = [cache.allocate(blocks_for(longest)) for _ in range(rows)]
@@ -139,8 +143,8 @@ def _groups(windows: Sequence[Window], rows: int) -> Iterator[list[int]]:
             yield numbers[start : start + rows]
 
 
-def _decode_ops() -> Ops:
+def _decode_ops(model: DecoderLM) -> Ops:
     try:
-        return NativeOps()
+        return decode_ops(model)
     except BackendError:
         return TorchOps()

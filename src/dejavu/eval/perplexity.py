@@ -106,8 +106,8 @@ class Sums:
         self.total = sum(window.scored for window in windows)
 
     def add(self, owners: torch.Tensor, values: torch.Tensor) -> None:
-        """owners: int64 `[n]`, the window of each value `[n]`."""
-        self._sums.index_add_(0, owners, values.double())
+        """owners: int64 `[n]`, the window of each value `[n]` (of any device)."""
+        self._sums.index_add_(0, owners, values.double().cpu())
         self.done += len(owners)
 
     def mean(self) -> Mean:
