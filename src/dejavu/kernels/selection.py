@@ -49,15 +49,15 @@ class Selection:
     active: Tensor | None = None
 
     @staticmethod
-    def full(entries: int) -> Selection:
+    def full(entries: int, *, device: str | torch.device = "cpu") -> Selection:
         """Everything listed, for any number of rows: the sparse path with nothing left out.
 
         Unlike `None` (read everything) it lets `ops.mlp` skip the down rows of neurons that the
         activation itself zeroes, which changes no bit of the result.
         """
-        selection = Selection.empty(entries, 1)
+        selection = Selection.empty(entries, 1, device=device)
         tiles, tile = selection.indices.shape
-        numbers = torch.arange(tiles * tile, dtype=torch.int32).view(tiles, tile)
+        numbers = torch.arange(tiles * tile, dtype=torch.int32, device=device).view(tiles, tile)
         selection.counts.copy_((numbers < entries).sum(dim=1))
         selection.indices.copy_(torch.where(numbers < entries, numbers, 0))
         return selection

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dejavu.kernels.matrix import Matrix
@@ -37,6 +38,12 @@ class Predictor:
     def nbytes(self) -> int:
         """Bytes a step reads to choose."""
         return self.first.nbytes + self.second.nbytes + self.bias.nbytes
+
+    def to(self, device: torch.device) -> Predictor:
+        """The same on a device; itself where it is there already."""
+        if self.first.device == device:
+            return self
+        return Predictor(self.first.to(device), self.second.to(device), self.bias.to(device))
 
     def project(self, x: Tensor, ops: Ops) -> Tensor:
         """First stage: fp32 `[N, D]` -> `[N, rank]`."""

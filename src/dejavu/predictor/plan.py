@@ -20,6 +20,7 @@ from torch import Tensor
 from dejavu.config import ModelConfig
 from dejavu.embedded import plan_path
 from dejavu.errors import DejavuError, PlanError
+from dejavu.kernels.device import CPU
 from dejavu.kernels.matrix import Matrix
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
@@ -137,10 +138,12 @@ class Plan:
                 "ones of the same model: its stated loss was measured on the former",
                 stacklevel=2,
             )
-        return self.choices(chosen, loaded.model.config)
+        return self.choices(chosen, loaded.model.config, loaded.model.device)
 
-    def choices(self, level: Level, config: ModelConfig) -> PlanSelector:
-        """The selector of any level, named or not."""
+    def choices(
+        self, level: Level, config: ModelConfig, device: torch.device = CPU
+    ) -> PlanSelector:
+        """The selector of any level, named or not, for a model of this shape on a device."""
         choices: dict[Key, Choice] = {}
         for site in Site:
             for layer, policy in enumerate(level.policies(site)):
@@ -151,7 +154,7 @@ class Plan:
                     choices[site, layer] = Choice(
                         source.predictor, source.distance, policy.threshold
                     )
-        return PlanSelector(config.num_hidden_layers, config.intermediate_size, choices)
+        return PlanSelector(config.num_hidden_layers, config.intermediate_size, choices, device)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder, whole or not at all."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from dejavu.kernels.device import CPU
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.predictor.network import Predictor
@@ -28,16 +30,29 @@ class Choice:
     distance: float = 0.0
     threshold: float = 0.0
 
+    def to(self, device: torch.device) -> Choice:
+        """The same with its predictor on a device."""
+        if self.predictor is None:
+            return self
+        return replace(self, predictor=self.predictor.to(device))
+
 
 class PlanSelector(MeteredSelector):
     """Selects by the choices of a plan's level; a place without one computes everything."""
 
-    def __init__(self, layers: int, neurons: int, choices: Mapping[Key, Choice]) -> None:
-        """layers, neurons: of the model."""
-        super().__init__(layers)
+    def __init__(
+        self,
+        layers: int,
+        neurons: int,
+        choices: Mapping[Key, Choice],
+        device: torch.device = CPU,
+    ) -> None:
+        """layers, neurons, device: of the model; the predictors go to its device."""
+        super().__init__(layers, device)
         self._layers = layers
         self._neurons = neurons
-        self._choices = choices
+        self._device = device
+        self._choices = choices = {key: choice.to(device) for key, choice in choices.items()}
         # The threshold is folded into the bias: selected is what scores above 0.
         self._biases: dict[Key, Tensor] = {
             key: choice.predictor.bias - choice.threshold
@@ -76,9 +91,9 @@ class PlanSelector(MeteredSelector):
         found = self._buffers.get((site, layer, rows))
         if found is None:
             if choice.predictor is None:
-                found = Selection.full(self._neurons)
+                found = Selection.full(self._neurons, device=self._device)
             else:
-                found = Selection.empty(choice.predictor.entries, rows)
+                found = Selection.empty(choice.predictor.entries, rows, device=self._device)
             if site == Site.NEURONS:
                 found = self.meter.watch(layer, found)
             self._buffers[site, layer, rows] = found

@@ -12,7 +12,10 @@ from dejavu.models.base import DecoderLM
 
 
 def widened(model: DecoderLM) -> DecoderLM:
-    """Bit for bit the same model; as it is where the copy would take a quarter of the memory."""
+    """Bit for bit the same model; as it is where the copy would take a quarter of the memory, and
+    on a GPU, which multiplies half-precision matrices as they are."""
+    if model.device.type != "cpu":
+        return model
     narrow = {id(m): m for m in _matrices(model.weights) if m.dtype != "fp32"}
     size = sum(4 * m.rows * m.columns for m in narrow.values())
     if not narrow or size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:

@@ -68,7 +68,8 @@ class Choices:
         scale = site, arm.budget == "relative"
         if arm.rule != "true":
             importance = self._importance[arm.rule][scale]
-            return _static_mask(importance, arm, layer).expand(len(scores), -1)
+            mask = _static_mask(importance, arm, layer).to(scores.device)
+            return mask.expand(len(scores), -1)
         if arm.budget != "uniform":
             if arm.budget == "relative":
                 scores = self._recorder.relative_scores(site, layer)
@@ -105,10 +106,10 @@ class Tally:
             scores = recorder.scores(site, layer)
             missed = scores.masked_fill(mask, 0.0).sum(dtype=torch.float64)
             sums = self._sums[site]
-            sums["kept"][layer] += mask.sum()
+            sums["kept"][layer] += int(mask.sum())
             sums["of"][layer] += mask.numel()
-            sums["missed"][layer] += missed
-            sums["mass"][layer] += scores.sum(dtype=torch.float64)
+            sums["missed"][layer] += float(missed)
+            sums["mass"][layer] += float(scores.sum(dtype=torch.float64))
             lossy |= bool(missed > 0)
         return lossy
 

@@ -50,7 +50,7 @@ class Histogram:
     def add(self, layer: int, scores: Tensor) -> None:
         """Count the scores, fp32 of any shape, of one layer."""
         bins = scores.contiguous().view(torch.int32).flatten() >> 16
-        self._counts[layer] += torch.bincount(bins, minlength=_BINS)
+        self._counts[layer] += torch.bincount(bins, minlength=_BINS).cpu()
 
     def threshold(self, density: float) -> float:
         """One threshold for all layers: at most the share `density` of all scores reaches it.

@@ -15,7 +15,9 @@ _ROWS = 256  # rows of logits whose exponentials exist at a time: 50 MB at a voc
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood in nats, fp64 `[N]`: logits `[N, V]`, targets int64 `[N]`."""
+    """Negative log-likelihood in nats, fp64 `[N]` on the logits' device: logits `[N, V]`, targets
+    int64 `[N]` of any device."""
+    targets = targets.to(logits.device)
     losses = [
         torch.logsumexp(rows, dim=1).double() - rows.gather(1, t[:, None])[:, 0]
         for rows, t in zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from dejavu.config import ModelConfig
@@ -89,6 +90,11 @@ class ModelView(Protocol[Cache]):
     @property
     def config(self) -> ModelConfig:
         """Its shape."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie, and what it computes."""
         ...
 
     @property

@@ -71,7 +71,7 @@ class ResidualFlow:
                 _norm(middle - before) / _norm(before).clamp_(min=_TINY),
                 _norm(after - middle) / _norm(middle).clamp_(min=_TINY),
             )
-            sums += torch.stack([values.double().sum() for values in changes])
+            sums += torch.stack([values.double().sum() for values in changes]).cpu()
 
     def means(self) -> list[Change]:
         """One a layer."""

@@ -71,7 +71,7 @@ class Survey:
 
     def _rate(self, site: Site, layer: int, relative: bool, scores: Tensor) -> None:
         self.histograms[site, relative].add(layer, scores)
-        self.importance[site, relative][layer] += scores.sum(dim=0, dtype=torch.float64)
+        self.importance[site, relative][layer] += scores.sum(dim=0, dtype=torch.float64).cpu()
 
     def _compare(self, site: Site, layer: int, active: Tensor, other: Tensor | None) -> None:
         overlaps = self._overlaps[site]

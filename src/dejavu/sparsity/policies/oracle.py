@@ -65,7 +65,7 @@ def topk(model: ModelView[Cache], *, keep: float = 0.1) -> Selector:
 
     def rule(a: Tensor, layer: int) -> Tensor:
         best = (a.abs() * norms[layer]).topk(max(1, round(keep * a.shape[1])), dim=1).indices
-        return torch.zeros(a.shape, dtype=torch.bool).scatter_(1, best, True)
+        return torch.zeros_like(a, dtype=torch.bool).scatter_(1, best, True)
 
     return Oracle(model, rule)
 

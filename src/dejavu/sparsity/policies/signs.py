@@ -21,7 +21,7 @@ class Signs(MeteredSelector):
     """signs: int64 `[F, ceil(D / 64)]` a layer; agree_min: int32 `[F]`, agreements needed."""
 
     def __init__(self, signs: list[Tensor], agree_min: Tensor) -> None:
-        super().__init__(len(signs))
+        super().__init__(len(signs), agree_min.device)
         self._signs, self._agree_min = signs, agree_min
         self._buffers: dict[tuple[int, int], Selection] = {}
         self.predictor_bytes = sum(s.nbytes for s in signs) + agree_min.nbytes * len(signs)
@@ -32,7 +32,7 @@ class Signs(MeteredSelector):
         x = points.source(site, layer)
         key = layer, len(x)
         if key not in self._buffers:
-            empty = Selection.empty(len(self._agree_min), len(x))
+            empty = Selection.empty(len(self._agree_min), len(x), device=x.device)
             self._buffers[key] = self.meter.watch(layer, empty)
         selection = self._buffers[key]
         ops.select_signs(x, self._signs[layer], self._agree_min, out=selection)
@@ -58,14 +58,15 @@ def signs(model: ModelView[Cache], *, alpha: float = 1.0) -> Selector:
         (block.mlp.up if block.mlp.gate is None else block.mlp.gate).weight.data
         for block in model.weights.blocks
     ]
-    agree_min = torch.full((model.config.intermediate_size,), needed, dtype=torch.int32)
+    neurons, device = model.config.intermediate_size, rows[0].device
+    agree_min = torch.full((neurons,), needed, dtype=torch.int32, device=device)
     return Signs([pack_signs(weight) for weight in rows], agree_min)
 
 
 def pack_signs(x: Tensor) -> Tensor:
     """int64 `[rows, ceil(columns / 64)]`: bit c % 64 of word c // 64 is 1 where x[:, c] < 0."""
     rows, columns = x.shape
-    bits = torch.zeros(rows, -(-columns // 64) * 64, dtype=torch.int64)
+    bits = torch.zeros(rows, -(-columns // 64) * 64, dtype=torch.int64, device=x.device)
     bits[:, :columns] = x < 0
-    weights = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    weights = torch.ones_like(bits[0, :64]) << torch.arange(64, device=x.device)
     return (bits.view(rows, -1, 64) * weights).sum(dim=2)

@@ -34,7 +34,7 @@ def static(
         raise InputError(f"policy static: keep must lie in (0, 1], not {keep:g}")
     recorder = Recorder(model)
     layers = model.config.num_hidden_layers
-    total = torch.zeros(layers, model.config.intermediate_size)
+    total = torch.zeros(layers, model.config.intermediate_size, device=model.device)
     with torch.inference_mode():
         for window in windows():
             recorder.clear()
@@ -42,6 +42,6 @@ def static(
             for layer in range(layers):
                 total[layer] += recorder.scores(Site.NEURONS, layer).sum(dim=0)
     count = max(1, round(keep * total.numel()))
-    masks = torch.zeros(total.numel(), dtype=torch.bool)
+    masks = torch.zeros_like(total, dtype=torch.bool).flatten()
     masks[total.flatten().topk(count).indices] = True
     return Static(list(masks.view_as(total)))
