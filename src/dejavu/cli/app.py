@@ -17,6 +17,7 @@ from dejavu.cli import (
     plan,
     prepare,
     quantize,
+    serve,
     verify,
 )
 
@@ -54,5 +55,6 @@ app.command("prepare")(prepare.prepare)
 app.add_typer(plan.app, name="plan")
 app.command("quantize")(quantize.quantize)
 app.command("verify")(verify.verify)
+app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,12 @@ class Codec:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self._rust.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._byte_level = "ByteLevel" in type(self._rust.decoder).__name__
+        vocab = self._rust.get_vocab(with_added_tokens=True)
+        # Characters of the longest token's name: at least as many as its text has.
+        self.longest_token = max(map(len, vocab))
         # One above the largest id that has a token; their number may be smaller (ids left out).
-        self.vocab_size = 1 + max(self._rust.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(vocab.values())
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt; whether a BOS goes first is the tokenizer's own rule.
@@ -57,6 +62,25 @@ class Codec:
         """Text of the ids; special tokens and ids without a token have none."""
         text: str = self._rust.decode(ids, skip_special_tokens=True)
         return text
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the tokenizer has a chat template of its own."""
+        return self._tokenizer.chat_template is not None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, even where it is only part of a character; a special token's
+        name, and nothing for an id without a token."""
+        piece: str | None = self._rust.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self.special_ids:
+            return piece.encode()
+        if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece)) is not None:
+            return bytes.fromhex(byte[1])
+        if self._byte_level and all(character in _BYTES for character in piece):
+            return bytes(_BYTES[character] for character in piece)
+        return self.decode([token]).encode()
 
     def encode_chat(
         self, messages: Sequence[Message], chat_template: str | None = None
@@ -96,6 +120,18 @@ class Codec:
             raise InputError(f"the prompt is not valid Unicode: {error}") from error
         ids: list[int] = self._rust.encode(text, add_special_tokens=special).ids
         return ids
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes as: printable ones of Latin-1 as themselves,
+    the others from U+0100 on, in order (GPT-2's encoder)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 def _list(messages: object) -> Sequence[object]:

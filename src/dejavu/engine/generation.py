@@ -55,7 +55,17 @@ class Generation:
             reason = "stop"
         if reason is not None:
             self._complete(reason)
-        return Chunk(text, (token,), reason, self.completion)
+        place = self._taken - 1
+        return Chunk(
+            text,
+            (token,),
+            reason,
+            self.completion,
+            logprob=request.logprobs[place] if request.logprobs else None,
+            prompt_logprobs=() if place else request.prompt_logprobs,
+            # The first token came from the prompt and has none.
+            activity=request.activity[place - 1] if request.activity and place else None,
+        )
 
     def _complete(self, reason: FinishReason) -> None:
         request = self.request
@@ -66,5 +76,5 @@ class Generation:
             prompt_token_ids=request.prompt,
             prefill_seconds=request.prefill_seconds,
             decode_seconds=request.decode_seconds,
-            density=self._engine.density if self._taken > 1 else None,
+            density=self._engine.density_of(request.arm) if self._taken > 1 else None,
         )

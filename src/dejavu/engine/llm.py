@@ -77,7 +77,7 @@ class LLM:
                 threads=threads,
                 max_model_len=max_model_len,
                 vocab_size=codec.vocab_size,
-                eos_token_ids=_end_tokens(model, codec),
+                eos_token_ids=end_tokens(model, codec),
             ),
             codec,
         )
@@ -251,7 +251,7 @@ def _spread(
     return params
 
 
-def _end_tokens(loaded: LoadedModel, codec: Codec) -> set[int]:
+def end_tokens(loaded: LoadedModel, codec: Codec) -> set[int]:
     """What ends an answer: the tokens that config, generation config and tokenizer name."""
     generation = loaded.checkpoint.generation_config.get("eos_token_id")
     ids = {*loaded.model.config.eos_token_ids}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dejavu.engine.scheduler import FinishReason
+
+if TYPE_CHECKING:
+    from dejavu.engine.activity import LayerActivity
+    from dejavu.engine.logprobs import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Completion:
 class Chunk:
     """A piece of a streamed answer: one token's, or what was held back to the end.
 
+    logprob, activity: of the token, if asked for and known, see `Request`; prompt_logprobs: with
+        the first chunk.
     text may be empty: while a character is not whole, or while the text may become a stop string.
     The texts of all chunks joined are the completion's text, to the last character.
     completion: the whole answer, with the last chunk; finish_reason is set there too.
@@ -65,3 +72,6 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    activity: tuple[LayerActivity, ...] | None = None

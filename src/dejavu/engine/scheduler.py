@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dejavu.errors import DejavuError, InputError
@@ -55,6 +56,7 @@ class Request:
     logprobs, prompt_logprobs: of the answer's tokens, and of the prompt's from the second on; empty
         unless its params ask for them.
     computed: prompt tokens in the cache, up to the last piece, which brings the first token.
+    created, waited: `perf_counter` at its making, and seconds from then to its admission.
     prefill_seconds, decode_seconds: up to the first token (without waiting), and from it to the
         latest.
     """
@@ -73,6 +75,8 @@ class Request:
     done: bool = False
     finish_reason: FinishReason | None = None
     error: DejavuError | None = None
+    created: float = field(default_factory=perf_counter)
+    waited: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -135,6 +139,7 @@ class Scheduler:
             if blocks > self._pool.free_blocks:
                 break  # nobody overtakes: a long request must not starve behind short ones
             request.blocks = self._pool.allocate(blocks)
+            request.waited = perf_counter() - request.created
             self.running.append(request)
             self._prompts.append(request)
             admitted.append(request)

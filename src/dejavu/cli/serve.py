@@ -1,0 +1,154 @@
+"""`dejavu serve`: OpenAI's API, metrics and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dejavu.cli import options
+
+
+def _config(context: typer.Context, value: Path | None) -> Path | None:
+    """Keys of the TOML file become defaults: below flags and environment, above our own."""
+    if value is not None:
+        from dejavu.serve.settings import read_toml
+
+        context.default_map = {**(context.default_map or {}), **read_toml(value)}
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="As elsewhere; or name models in --config."),
+]
+
+
+def serve(
+    context: typer.Context,
+    model: Model = None,
+    plan: options.Plan = None,
+    level: options.Level = "balanced",
+    name: Annotated[
+        str | None, typer.Option("--name", help="What clients call it; default: MODEL.")
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="NAME=MODEL[,PLAN]",
+            help="A further model, or the same one with another plan; repeatable.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", envvar="DEJAVU_HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", envvar="DEJAVU_PORT", help="0: a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="DEJAVU_API_KEY", help="Ask clients for this key."),
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", envvar="DEJAVU_MAX_BATCH", help="Decoded together.")
+    ] = 16,
+    max_queue: Annotated[
+        int,
+        typer.Option("--max-queue", envvar="DEJAVU_MAX_QUEUE", help="Answers that may wait."),
+    ] = 128,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len", envvar="DEJAVU_MAX_MODEL_LEN", help="Tokens of prompt and answer."
+        ),
+    ] = None,
+    max_choices: Annotated[
+        int, typer.Option("--max-choices", help="Answers of one request: prompts times n.")
+    ] = 16,
+    max_body: Annotated[int, typer.Option("--max-body", help="Bytes of one request.")] = 4_000_000,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option("--cache-memory", metavar="GB", help="For keys and values of all answers."),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option("--prefill-chunk", help="Prompt tokens computed between two decode steps."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option("--grace", help="Seconds that running answers get at shutdown.")
+    ] = 30.0,
+    log_level: Annotated[
+        str, typer.Option("--log-level", help="debug, info, warning or error.")
+    ] = "info",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE.toml",
+            is_eager=True,
+            callback=_config,
+            help="Any of these as keys (max_batch = 8), and [[models]] with name, source, plan, "
+            "level, dtype.",
+        ),
+    ] = None,
+) -> None:
+    """Serve models to OpenAI's clients, with a page at / that shows what is active.
+
+    Flags win over DEJAVU_* variables, those over the file of --config.
+
+    Examples:
+
+      dejavu serve relu-30m --plan relu-30m
+
+      dejavu serve facebook/opt-1.3b --also sparse=facebook/opt-1.3b,org/opt-1.3b-plan --port 9000
+    """
+    try:
+        from dejavu.serve.logs import log_to_stderr
+        from dejavu.serve.run import run
+    except ModuleNotFoundError as error:
+        from dejavu.errors import BackendError
+
+        raise BackendError(
+            f"the server needs {error.name}: pip install 'dejavu-llm[serve]'"
+        ) from error
+    from dejavu.serve.settings import settings
+
+    log_to_stderr(log_level)
+    entries = list((context.default_map or {}).get("models", ()))
+    if model is not None:
+        first = {"name": name or model, "source": model, "plan": plan, "level": level}
+        entries.insert(0, first | {"dtype": dtype})
+    entries += [_also(text, dtype) for text in also or ()]
+    run(
+        settings(
+            {
+                "models": entries,
+                "host": host,
+                "port": port,
+                "api_key": api_key,
+                "threads": threads,
+                "max_batch": max_batch,
+                "max_queue": max_queue,
+                "max_model_len": max_model_len,
+                "max_choices": max_choices,
+                "max_body": max_body,
+                "cache_memory": cache_memory,
+                "prefill_chunk": prefill_chunk,
+                "grace": grace,
+            }
+        )
+    )
+
+
+def _also(text: str, dtype: str) -> dict[str, Any]:
+    from dejavu.errors import InputError
+
+    name, found, rest = text.partition("=")
+    source, _, plan = rest.partition(",")
+    if not (name and found and source):
+        raise InputError(f"--also: {text!r} is not of the form NAME=MODEL[,PLAN]")
+    return {"name": name, "source": source, "plan": plan or None, "dtype": dtype}

@@ -1,0 +1,123 @@
+"""The answers to one request: several jobs, one stream of their events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from time import monotonic
+
+from starlette.requests import Request as HttpRequest
+
+from dejavu.engine.output import Chunk
+from dejavu.errors import DejavuError
+from dejavu.serve.errors import ApiError
+from dejavu.serve.worker import Job, Worker
+
+log = logging.getLogger("dejavu.serve")
+
+
+class Answers:
+    """Jobs that are on their way; `close` drops those that nobody waits for any more."""
+
+    def __init__(
+        self, worker: Worker, jobs: Sequence[Job], request_id: str, user: str | None = None
+    ) -> None:
+        """Submits the jobs. Raises ApiError as `Worker.submit` does."""
+        self.jobs = list(jobs)
+        self.request_id = request_id
+        self._user = user
+        self._worker = worker
+        self._queue = jobs[0].queue
+        self._began = monotonic()
+        self._open = {job.index for job in jobs}
+        self._closed = False
+        self.completion_tokens = 0
+        worker.submit(jobs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all jobs; the n answers to one prompt share it."""
+        return sum(len(p) for p in {id(job.prompt): job.prompt for job in self.jobs}.values())
+
+    async def events(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """(index, chunk) in the order in which they come. Raises the error of a job, which ends the
+        others too."""
+        try:
+            while self._open:
+                index, event = await self._queue.get()
+                if isinstance(event, DejavuError):
+                    self.close("error")
+                    raise event
+                self.completion_tokens += len(event.token_ids)
+                if event.completion is not None:
+                    self._open.discard(index)
+                yield index, event
+            self.close("finished")
+        finally:
+            self.close("left")
+
+    def close(self, outcome: str) -> None:
+        """Drop the jobs that have not ended; the first call's outcome goes to the log."""
+        if not self._closed:
+            self._closed = True
+            self._worker.cancel(self.jobs)
+            self._log(outcome)
+
+    async def gather(self, http: HttpRequest) -> list[list[Chunk]]:
+        """All chunks by index. Raises a job's error, and ClientGoneError when nobody listens."""
+        found: list[list[Chunk]] = [[] for _ in self.jobs]
+
+        async def collect() -> None:
+            async with aclosing(self.events()) as events:
+                async for index, chunk in events:
+                    found[index].append(chunk)
+
+        collecting = asyncio.ensure_future(collect())
+        leaving = asyncio.ensure_future(_left(http))
+        try:
+            await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                raise ClientGoneError
+            await collecting
+            return found
+        finally:
+            for task in (collecting, leaving):
+                task.cancel()
+            await asyncio.gather(collecting, leaving, return_exceptions=True)
+
+    def _log(self, outcome: str) -> None:
+        job = self.jobs[0]
+        log.info(
+            "answer",
+            extra={
+                "id": self.request_id,
+                "user": self._user,
+                "model": job.served.name,
+                "sparsity": job.arm,
+                "client": job.client,
+                "outcome": outcome,
+                "answers": len(self.jobs),
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+                "queue_seconds": _round(job.started and job.started - job.submitted),
+                "seconds": _round(monotonic() - self._began),
+            },
+        )
+
+
+class ClientGoneError(ApiError):
+    """Nobody is left to read the answer; the status is nginx's for that."""
+
+    def __init__(self) -> None:
+        super().__init__("the client left", 499)
+
+
+async def _left(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

@@ -1,0 +1,199 @@
+"""The ASGI app: routes, errors, life from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, Response
+
+from dejavu import __version__
+from dejavu.errors import DejavuError
+from dejavu.serve import chat, errors, text
+from dejavu.serve.guard import Guard, error_response
+from dejavu.serve.hub import Hub, check_length
+from dejavu.serve.metrics import Metrics
+from dejavu.serve.models import ServedModel
+from dejavu.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from dejavu.serve.responses import (
+    ERRORS,
+    ChatCompletion,
+    Health,
+    ModelCard,
+    ModelList,
+    Text,
+    TextCompletion,
+    Tokens,
+)
+from dejavu.serve.settings import Settings
+from dejavu.serve.streaming import EventStream
+from dejavu.serve.worker import Worker
+
+PAGE = Path(__file__).parent / "page"
+_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
+    """The app over models that are loaded; its worker lives as long as the app's lifespan.
+
+    `app.state.hub` is what the server that runs it needs to stop it cleanly.
+    """
+    metrics = Metrics(list(served.values()))
+    worker = Worker(list(served.values()), metrics, max_queue=settings.max_queue)
+    hub = Hub(settings, served, metrics, worker)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start(asyncio.get_running_loop())
+        yield
+        worker.stop()
+
+    app = FastAPI(
+        title="dejavu",
+        summary="OpenAI's API over contextually sparse models.",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's page of it loads scripts from elsewhere
+        redoc_url=None,
+        responses=ERRORS,
+    )
+    app.state.hub = hub
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    _add_errors(app)
+    _add_completions(app, hub)
+    _add_models(app, hub)
+    _add_operation(app, hub)
+    _add_page(app)
+    return app
+
+
+def _add_completions(app: FastAPI, hub: Hub) -> None:
+    @app.post("/v1/completions", response_model=TextCompletion, responses={**ERRORS, **_STREAM})
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continue prompts."""
+        try:
+            answers = await hub.ask_text(body, http)
+            if body.stream:
+                return EventStream(answers, text.stream(body, answers))
+            found = await answers.gather(http)
+        except DejavuError as error:
+            raise errors.of(error, list(CompletionRequest.model_fields)) from error
+        return _json(text.whole(body, answers, found))
+
+    @app.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses={**ERRORS, **_STREAM}
+    )
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Answer a conversation."""
+        try:
+            answers = await hub.ask_chat(body, http)
+            if body.stream:
+                return EventStream(answers, chat.stream(body, answers))
+            found = await answers.gather(http)
+        except DejavuError as error:
+            raise errors.of(error, list(ChatRequest.model_fields)) from error
+        return _json(chat.whole(body, answers, found))
+
+
+def _add_models(app: FastAPI, hub: Hub) -> None:
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        """All models."""
+        return ModelList(data=[served.card() for served in hub.served.values()])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        """One model; its name may hold slashes."""
+        return hub.model(name).card()
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Tokens:
+        """Token ids of a prompt, or of a conversation as its template writes it."""
+        served = hub.model(body.model)
+        longest = served.engine.max_model_len
+        if (body.prompt is None) == (body.messages is None):
+            raise errors.ApiError("give a prompt or messages", param="prompt")
+        if body.messages is not None:
+            messages = [m.model_dump(exclude_unset=True) for m in body.messages]
+            ids = await asyncio.to_thread(served.codec.encode_chat, messages)
+        else:
+            assert body.prompt is not None
+            check_length(body.prompt, served.codec, longest)
+            ids = await asyncio.to_thread(served.codec.encode, body.prompt)
+        return Tokens(tokens=ids, count=len(ids), max_model_len=longest)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Text:
+        """Text of token ids; special ones have none."""
+        served = hub.model(body.model)
+        if body.tokens and (wrong := max(body.tokens)) >= served.engine.vocab_size:
+            raise errors.ApiError(
+                f"tokens: {wrong} is not below {served.engine.vocab_size}", param="tokens"
+            )
+        return Text(prompt=await asyncio.to_thread(served.codec.decode, body.tokens))
+
+
+def _add_operation(app: FastAPI, hub: Hub) -> None:
+    @app.get("/health")
+    async def health() -> Health:
+        """Whether it is up, and how busy."""
+        engines = [served.engine for served in hub.served.values()]
+        return Health(
+            status="stopping" if hub.worker.closing else "ok",
+            running=sum(engine.running for engine in engines),
+            waiting=sum(engine.waiting for engine in engines),
+        )
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(hub.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": _POLICY})
+
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(DejavuError)
+    async def known(http: Request, error: DejavuError) -> Response:
+        return error_response(errors.of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        return error_response(errors.invalid(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def framework(http: Request, error: HTTPException) -> Response:
+        headers = error.headers
+        return error_response(errors.ApiError(error.detail, error.status_code, headers=headers))
+
+    @app.exception_handler(Exception)
+    async def unknown(http: Request, error: Exception) -> Response:
+        return error_response(
+            errors.ApiError("something went wrong in the server; see its log", 500)
+        )
+
+
+def _json(body: TextCompletion | ChatCompletion) -> Response:
+    content = body.model_dump_json(exclude_unset=True)
+    return Response(content, media_type="application/json")

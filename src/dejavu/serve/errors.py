@@ -1,0 +1,74 @@
+"""What goes wrong, as OpenAI's clients expect to hear it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dejavu.errors import DejavuError, InputError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(DejavuError):
+    """An answer with a status other than 200. param: the request's field that is wrong."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def of(error: DejavuError, fields: Sequence[str] = ()) -> ApiError:
+    """Any error of the engine as an answer: InputErrors are the client's, all others ours.
+
+    fields: of the request; a message of the engine that begins with one tells the `param`.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        named = re.match(r"\w+", str(error))
+        param = named.group() if named and named.group() in fields else None
+        if param is None and str(error).startswith("the prompt") and "prompt" in fields:
+            param = "prompt"
+        return ApiError(str(error), 400, param=param)
+    return ApiError(str(error), 500)
+
+
+def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Of pydantic's list of problems: the first one, by its field."""
+    problem = problems[0]
+    where = [str(part) for part in problem.get("loc", ()) if part != "body"]
+    if problem.get("type") == "json_invalid":
+        return ApiError(f"the body is not JSON: {problem.get('ctx', {}).get('error', '')}")
+    param = where[0] if where else None
+    name = ".".join(where) or "body"
+    return ApiError(f"{name}: {problem.get('msg', 'is wrong')}", param=param)

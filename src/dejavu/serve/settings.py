@@ -1,0 +1,73 @@
+"""All that can be set, from flags, environment or a TOML file; checked once, then frozen."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dejavu.errors import InputError
+
+
+class ModelEntry(BaseModel):
+    """A model under a name. source, plan: folder, GGUF file, Hub id or embedded name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(min_length=1)
+    source: str
+    plan: str | None = None
+    level: str = "balanced"
+    dtype: str = "auto"
+
+
+class Settings(BaseModel):
+    """Of a server. Field names are the flags of `dejavu serve` and the keys of its TOML file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    models: tuple[ModelEntry, ...] = Field(min_length=1)
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: any free one.")
+    api_key: str | None = Field(None, min_length=1, repr=False)
+    threads: int | None = Field(None, ge=1)
+    max_batch: int = Field(16, ge=1, description="Answers decoded together.")
+    max_queue: int = Field(128, ge=0, description="Answers that may wait beyond those.")
+    max_model_len: int | None = Field(None, ge=2, description="Prompt and answer, in tokens.")
+    max_choices: int = Field(16, ge=1, description="Answers of a request: prompts times n.")
+    max_body: int = Field(4_000_000, ge=1, description="Bytes of a request.")
+    cache_memory: float | None = Field(None, gt=0, description="GB for keys and values.")
+    prefill_chunk: int | None = Field(
+        None, ge=1, description="Prompt tokens between two decode steps; default: the device's."
+    )
+    grace: float = Field(30.0, ge=0, description="Seconds that running answers get at shutdown.")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Settings:
+        names = [entry.name for entry in self.models]
+        if len(names) != len(set(names)):
+            raise ValueError(f"two models have the same name: {', '.join(names)}")
+        return self
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """`cache_memory` in bytes."""
+        return None if self.cache_memory is None else int(self.cache_memory * 1e9)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a settings file. Raises InputError for one that cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as TOML: {error}") from error
+
+
+def settings(values: dict[str, Any]) -> Settings:
+    """Checked. Raises InputError naming the field."""
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise InputError(f"{where or 'settings'}: {problem['msg']}") from error

@@ -1,0 +1,244 @@
+"""The thread that runs the engines, and the event loop's way to it.
+
+All engines share the one thread, a step each in turn, so that they do not fight for the cores. The
+event loop hands over jobs and takes events; it never touches an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+from dejavu.engine.generation import Generation
+from dejavu.engine.output import Chunk
+from dejavu.engine.params import SamplingParams
+from dejavu.engine.scheduler import Request
+from dejavu.errors import DejavuError
+from dejavu.serve.errors import ApiError
+from dejavu.serve.metrics import Metrics
+from dejavu.serve.models import ServedModel
+
+log = logging.getLogger("dejavu.serve")
+Event = Chunk | DejavuError
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer on its way. queue: of (index, event), read on the event loop; the last event is
+    a chunk with a completion, or an error.
+
+    submitted, started, latest: `monotonic` times, of the engine's first work on it and of its
+    latest token.
+    """
+
+    served: ServedModel
+    prompt: list[int]
+    params: SamplingParams
+    arm: str
+    client: str
+    watched: bool
+    index: int
+    queue: asyncio.Queue[tuple[int, Event]]
+    submitted: float = field(default_factory=monotonic)
+    started: float | None = None
+    latest: float | None = None
+    ended: bool = False
+
+
+class Worker:
+    """Runs jobs. `submit` and `cancel` are called on the event loop."""
+
+    def __init__(self, served: Sequence[ServedModel], metrics: Metrics, *, max_queue: int) -> None:
+        self._served = list(served)
+        self._metrics = metrics
+        self._max_queue = max_queue
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._open: dict[ServedModel, int] = dict.fromkeys(served, 0)  # jobs not at their end
+        self._running: dict[ServedModel, dict[Request, tuple[Job, Generation]]] = {
+            one: {} for one in served
+        }
+        self._seconds = 1.0  # that a job holds its row, a running mean
+        self._closing = False
+        self._stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; events go to that loop."""
+        self._loop = loop
+        self._thread.start()
+
+    @property
+    def closing(self) -> bool:
+        """Whether new jobs are refused."""
+        return self._closing
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return sum(self._open.values())
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hand over the jobs of one request. Raises ApiError: 503 when closing, 429 when full."""
+        served = jobs[0].served
+        limit = served.engine.max_batch + self._max_queue
+        with self._wake:
+            if self._closing:
+                raise ApiError("the server is stopping", 503)
+            if len(jobs) > limit:
+                raise ApiError(f"{len(jobs)} answers at once; at most {limit} fit in the queue")
+            if self._open[served] + len(jobs) > limit:
+                turns = -(-self._open[served] // served.engine.max_batch)
+                wait = min(60, max(1, round(turns * self._seconds)))
+                raise ApiError(
+                    f"{self._open[served]} answers are running or waiting; try again in {wait} s",
+                    429,
+                    code="queue_full",
+                    headers={"Retry-After": str(wait)},
+                )
+            self._open[served] += len(jobs)
+            self._inbox += [partial(self._begin, job) for job in jobs]
+            self._wake.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Drop jobs, wherever they are, before the next step; harmless for those at their end."""
+        with self._wake:
+            self._inbox += [partial(self._drop, job) for job in jobs if not job.ended]
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Refuse new jobs; those that are open go on."""
+        with self._wake:
+            self._closing = True
+
+    def fail_all(self, error: DejavuError) -> None:
+        """End all open jobs with an error."""
+        with self._wake:
+            self._closing = True
+            self._inbox.append(partial(self._fail_everything, error))
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is in."""
+        with self._wake:
+            self._closing = self._stopped = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._inbox or self._stopped or self._busy())
+                if self._stopped:
+                    return
+                inbox, self._inbox = self._inbox, []
+            for action in inbox:
+                action()
+            for served in self._served:
+                if served.engine.running or served.engine.waiting:
+                    self._step(served)
+
+    def _busy(self) -> bool:
+        return any(s.engine.running or s.engine.waiting for s in self._served)
+
+    def _begin(self, job: Job) -> None:
+        if job.ended:
+            return
+        try:
+            request = job.served.engine.add(
+                job.prompt, job.params, arm=job.arm, client=job.client, watched=job.watched
+            )
+        except DejavuError as error:
+            self._end(job)
+            self._deliver([(job, error)])
+            return
+        generation = Generation(job.served.engine, request, job.params, job.served.codec)
+        self._running[job.served][request] = job, generation
+
+    def _drop(self, job: Job) -> None:
+        if job.ended:
+            return
+        for request, (other, _) in list(self._running[job.served].items()):
+            if other is job:
+                del self._running[job.served][request]
+                job.served.engine.abort(request)
+        self._end(job)
+        self._metrics.dropped(job.served.name)
+
+    def _step(self, served: ServedModel) -> None:
+        engine, running = served.engine, self._running[served]
+        try:
+            touched = engine.step()
+        except Exception:
+            log.exception("a step failed", extra={"model": served.name})
+            self._fail(served, DejavuError("the model failed on a step with this answer in it"))
+            return
+        now = monotonic()
+        events: list[tuple[Job, Event]] = []
+        for request in touched:
+            if request not in running:
+                continue
+            job, generation = running[request]
+            if job.started is None:
+                job.started = job.submitted + request.waited
+                self._metrics.started(job)
+            for event in _events(generation):
+                events.append((job, event))
+                self._metrics.token(job, now)
+                job.latest = now
+            if generation.completion is not None or request.error is not None:
+                del running[request]
+                engine.abort(request)  # a stop string: the engine cannot know
+                self._end(job)
+                self._seconds += 0.1 * (now - job.started - self._seconds)
+        self._metrics.step(served, len(touched))
+        self._deliver(events)
+
+    def _fail(self, served: ServedModel, error: DejavuError) -> None:
+        running = self._running[served]
+        events: list[tuple[Job, Event]] = [(job, error) for job, _ in running.values()]
+        for request, (job, _) in running.items():
+            served.engine.abort(request)
+            self._end(job)
+        running.clear()
+        self._deliver(events)
+
+    def _fail_everything(self, error: DejavuError) -> None:
+        for served in self._served:
+            self._fail(served, error)
+
+    def _end(self, job: Job) -> None:
+        job.ended = True
+        with self._wake:
+            self._open[job.served] -= 1
+
+    def _deliver(self, events: Sequence[tuple[Job, Event]]) -> None:
+        """Put events into their queues, on the event loop."""
+        if not events:
+            return
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_put, events)
+        except RuntimeError:  # the loop is closed: nobody is left to read
+            log.debug("events after the end of the event loop")
+
+
+def _put(events: Sequence[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.queue.put_nowait((job.index, event))
+
+
+def _events(generation: Generation) -> list[Event]:
+    events: list[Event] = []
+    while generation.ready and generation.completion is None:
+        try:
+            events.append(generation.next_chunk())
+        except DejavuError as error:
+            return [*events, error]
+    return events
