@@ -196,7 +196,7 @@ class GraphStep:
         ]
         if not drawing:
             return
-        host, device = self._draws.host, self._draws.device
+        host, device = self._draws.host(), self._draws.device
         host["temperature"][:rows] = 0.0
         for row, sampler in drawing:
             p = sampler.params
@@ -214,7 +214,7 @@ class GraphStep:
         """The step's inputs into the staging memory; returns the rows of the step."""
         rows = len(requests)
         bucket = self.width(rows)
-        host = self._inputs.host
+        host = self._inputs.host()
         lengths = [r.length for r in requests]
         host["ids"][:rows] = [r.token_ids[-1] for r in requests]
         host["lengths"][:rows] = lengths

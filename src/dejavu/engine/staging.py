@@ -14,8 +14,7 @@ _ALIGNMENT = 16  # bytes
 class Staging:
     """Named arrays in one block of memory: pinned on the host, and its copy on the device.
 
-    host: NumPy views to write into (an assignment through NumPy takes a tenth of torch's time);
-    device: tensors that hold what was there at the last `send`, at fixed addresses.
+    device: tensors that hold what was written at the last `send`, at fixed addresses.
     """
 
     def __init__(
@@ -37,10 +36,23 @@ class Staging:
                 found[name] = block[places[name] : places[name] + length].view(dtype).view(shape)
             return found
 
-        self.host: dict[str, NDArray[Any]] = {k: v.numpy() for k, v in views(self._host).items()}
+        self._views: dict[str, NDArray[Any]] = {k: v.numpy() for k, v in views(self._host).items()}
+        self._sent = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.device = views(self._device)
 
+    def host(self) -> dict[str, NDArray[Any]]:
+        """NumPy views to write into (an assignment through NumPy takes a tenth of torch's time).
+
+        Waits until the last `send` is through, which reads the same memory.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self._views
+
     def send(self) -> None:
-        """Copy everything in the order of the current stream; the host's side may be written again
-        once that stream was waited for."""
+        """Copy everything in the order of the current stream."""
         self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
