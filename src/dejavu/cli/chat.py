@@ -22,6 +22,7 @@ def chat(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -35,7 +36,7 @@ def chat(
     """
     from dejavu import LLM
 
-    llm = LLM(model, plan=plan, level=level, dtype=dtype, threads=threads)
+    llm = LLM(model, plan=plan, level=level, device=device, dtype=dtype, threads=threads)
     params = options.sampling_params(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, None
     )

@@ -83,6 +83,7 @@ def evaluate(
         int, typer.Option("--generations", min=0, help="Suite: prompts written on from; 0: none.")
     ] = 64,
     seed: options.Seed = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     json_file: options.Json = None,
@@ -135,6 +136,7 @@ def evaluate(
             prompts=prompts,
             max_tokens=max_tokens,
             generations=generations,
+            device=device,
             dtype=dtype,
             threads=threads,
             json_file=json_file,
@@ -148,7 +150,7 @@ def evaluate(
     from dejavu.eval.text import read_text
     from dejavu.weights.tokenizer import load_tokenizer
 
-    loaded = load(model, dtype, threads)
+    loaded = load(model, dtype, threads, device)
     chosen = selector(loaded, plan, level, policy)
     scored = read_text(
         text or HELDOUT_TEXT,

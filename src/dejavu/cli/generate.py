@@ -26,6 +26,7 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     json_file: options.Json = None,
@@ -50,7 +51,7 @@ def generate(
     params = options.sampling_params(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop
     )
-    llm = LLM(model, plan=plan, level=level, dtype=dtype, threads=threads)
+    llm = LLM(model, plan=plan, level=level, device=device, dtype=dtype, threads=threads)
     quiet = json_file is not None and str(json_file) == "-"
     if len(prompts) == 1 and json_file is None:
         for chunk in llm.stream(prompts[0], params):

@@ -32,6 +32,7 @@ def measure(
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="FOLDER", help="Write PNG plots here.")
     ] = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     json_file: options.Json = None,
@@ -56,7 +57,7 @@ def measure(
     from dejavu.sparsity.measurement import MeasureOptions
 
     asked = MeasureOptions(densities=numbers("--densities", densities))
-    loaded = load(model, dtype, threads)
+    loaded = load(model, dtype, threads, device)
     tested = text_windows(loaded, texts(text, HELDOUT_TEXT), window, windows)
     other = text_windows(loaded, [other_text or CALIBRATION_TEXT], window, windows)
     with progress("forwards") as update:

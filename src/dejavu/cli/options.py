@@ -34,7 +34,14 @@ Policy = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Weights as auto (the file's own), fp32, bf16 or int8.")
+    str,
+    typer.Option(
+        "--dtype",
+        help="Weights as auto (the file's own), fp32, bf16, int8 (CPU only) or fp16 (GPU only).",
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="Where the model is and computes: cpu, cuda or cuda:N.")
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")

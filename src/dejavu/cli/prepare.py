@@ -32,6 +32,7 @@ def prepare(
     heads: Annotated[
         bool, typer.Option("--heads/--no-heads", help="Look for attention heads to skip.")
     ] = True,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed and threads, same plan.")] = 0,
@@ -71,7 +72,7 @@ def prepare(
     )
     if tokens is not None:
         asked = replace(asked, tokens=tokens)
-    loaded = load(model, dtype, threads)
+    loaded = load(model, dtype, threads, device)
     with stages() as update:
         plan = run(
             loaded,

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from dejavu.sparsity.policy import Selector
 
 
-def load(model: str, dtype: str, threads: int | None) -> LoadedModel:
-    """Load a model behind a progress bar; torch gets as many threads as the kernels."""
+def load(model: str, dtype: str, threads: int | None, device: str = "cpu") -> LoadedModel:
+    """Load a model onto a device behind a progress bar; torch gets as many threads as the kernels.
+    """
     import torch
 
     from dejavu.cli.output import progress
@@ -24,7 +25,7 @@ def load(model: str, dtype: str, threads: int | None) -> LoadedModel:
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("loading") as update:
-        return load_model(model, dtype=dtype, progress=update)
+        return load_model(model, dtype=dtype, device=device, progress=update)
 
 
 def selector(

@@ -28,6 +28,7 @@ def run_suite(
     prompts: str,
     max_tokens: int | None,
     generations: int,
+    device: str,
     dtype: str,
     threads: int | None,
     json_file: Path | None,
@@ -55,7 +56,7 @@ def run_suite(
         max_tokens=max_tokens,
         generations=generations,
     )
-    loaded = load(model, dtype, threads)
+    loaded = load(model, dtype, threads, device)
     chosen = selector(loaded, plan, level, policy)
     assert chosen is not None
     with stages() as update:

@@ -13,7 +13,8 @@ from dejavu.engine.engine import Engine
 from dejavu.engine.generation import Generation
 from dejavu.engine.output import Chunk, Completion
 from dejavu.engine.params import SamplingParams
-from dejavu.errors import BackendError, ConfigError, DejavuError, InputError
+from dejavu.errors import ConfigError, DejavuError, InputError
+from dejavu.kernels.device import resolve_device
 from dejavu.load import LoadedModel, load_model
 from dejavu.sparsity.policy import Selector
 from dejavu.weights.tokenizer import load_tokenizer
@@ -38,7 +39,7 @@ class LLM:
         *,
         level: str = DEFAULT_LEVEL,
         policy: Selector | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: str = "auto",
         threads: int | None = None,
         max_model_len: int | None = None,
@@ -48,23 +49,26 @@ class LLM:
         model: folder, GGUF file, Hub id, or what `load_model` returned.
         plan, level: what `dejavu prepare` made (folder or Hub id), and which loss it may cost.
         policy: a selector of your own, in place of a plan.
-        dtype: of the weights: auto (the file's), fp32, bf16 or int8.
-        threads: default: all physical cores.
+        device: cpu (the default), cuda or cuda:N; of a loaded model: where it is.
+        dtype: of the weights: auto (the file's), fp32, bf16, int8 (CPU) or fp16 (GPU).
+        threads: of the CPU; default: all physical cores.
         max_model_len: tokens of prompt and answer at most; default: the model's context.
 
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
         for a bad option, BackendError for a device that does not exist or missing kernels.
         """
-        if device != "cpu":
-            raise BackendError(f"device {device!r} is not supported; what exists is 'cpu'")
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
         if plan is None and level != DEFAULT_LEVEL:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
         if not isinstance(model, LoadedModel):
-            model = load_model(model, dtype=dtype)
+            model = load_model(model, dtype=dtype, device=device or "cpu")
         elif dtype not in ("auto", model.dtype):
             raise InputError(f"dtype {dtype!r}: the model is loaded already, as {model.dtype}")
+        elif device is not None and resolve_device(device) != model.model.device:
+            raise InputError(
+                f"device {device!r}: the model is loaded already, on {model.model.device}"
+            )
         if plan is not None:
             from dejavu.predictor.plan import load_plan
 
