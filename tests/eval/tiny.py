@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,18 +30,21 @@ SHAPE = {
 }
 
 
-def config(model_type: str) -> transformers.PretrainedConfig:
+def config(model_type: str, **fields: Any) -> transformers.PretrainedConfig:
+    shape = SHAPE | fields
     if model_type == "opt":
-        return transformers.OPTConfig(**SHAPE, ffn_dim=NEURONS, word_embed_proj_dim=24, dropout=0.0)
+        return transformers.OPTConfig(**shape, ffn_dim=NEURONS, word_embed_proj_dim=24, dropout=0.0)
     return transformers.LlamaConfig(
-        **SHAPE, intermediate_size=NEURONS, num_key_value_heads=2, hidden_act="relu"
+        **shape, intermediate_size=NEURONS, num_key_value_heads=2, hidden_act="relu"
     )
 
 
-def build(model_type: str, folder: Path, dtype: str = "fp32") -> tuple[DecoderLM, Reference]:
+def build(
+    model_type: str, folder: Path, dtype: str = "fp32", **fields: Any
+) -> tuple[DecoderLM, Reference]:
     """A random model with biases and spread in everything, ours and the reference's."""
     torch.manual_seed(11)
-    reference = transformers.AutoModelForCausalLM.from_config(config(model_type)).eval()
+    reference = transformers.AutoModelForCausalLM.from_config(config(model_type, **fields)).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             spread = 0.1 if "norm" in name else 0.25

@@ -263,15 +263,7 @@ class DejavuLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             )
 
 
-def main() -> None:
-    """The command `lm_eval`, with this model."""
+if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    # The module runs as `__main__`; the harness must meet the class under its own name.
-    from dejavu.eval.harness import main as registered_main
-
-    registered_main()

@@ -44,8 +44,8 @@ class Journal:
             self._write(header)
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record; it is in the file when this returns."""
-        entry = {"item": name, **record}
+        """Keep a record (as JSON gives it back); it is in the file when this returns."""
+        entry = json.loads(json.dumps({"item": name, **record}))
         self.records[name] = entry
         if self._file is not None:
             self._write(entry)

@@ -123,10 +123,10 @@ class Suite:
             "task": found.name,
             "sha256": found.sha256(o.data),
             "shots": o.shots,
-            "limit": o.limit,
             "seed": o.seed,
             "prompts": o.prompts,
         }
+        # The limit is no part of it: a draw of more items holds those of fewer.
         with self._journal(f"{found.name}-{o.shots}shot", **setting) as journal:
             for done, item in enumerate(drawn.items):
                 self._progress(found.name, done, len(drawn.items))
@@ -134,7 +134,7 @@ class Suite:
                     journal.add(item.name, self._score(item, drawn.examples))
             self._progress(found.name, len(drawn.items), len(drawn.items))
             records = [journal.records[item.name] for item in drawn.items]
-        return task_result(found, drawn.items, records) | setting
+        return task_result(found, drawn.items, records) | setting | {"limit": o.limit}
 
     def _score(self, item: Item, examples: str) -> dict[str, Any]:
         pairs = [
