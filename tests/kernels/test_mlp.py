@@ -11,11 +11,13 @@ from truth import (
     product,
     random_weight,
     selection_of,
+    summed,
     times,
     weight64,
     whole_weight,
 )
 
+from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, Projection
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
@@ -35,7 +37,7 @@ def test_combine(ops, rows, entries, block, kind, dtype):
     bias = torch.randn(width, generator=g)
     residual = torch.randn(rows, width, generator=g)
     used = mask_of(kind, rows, entries, g)
-    truth = product(masked(exact(x), used), weight64(weight), bias, residual)
+    truth = summed(masked(exact(x), used), weight, bias, residual)
     truth.check(ops.combine(x, weight, bias, selection_of(used), residual))
 
 
@@ -65,7 +67,7 @@ def test_mlp(ops, rows, width, neurons, dtype, kind, gated, name):
     inner = product(exact(x), weight64(gate).T, gate_bias) if gated else linear
     a = activated(inner, name, 0.5)
     a = masked(times(a, linear) if gated else a, used)
-    truth = product(a, weight64(down), down_bias, residual)
+    truth = summed(a, down, down_bias, residual)
     result = ops.mlp(
         x,
         Projection(up, up_bias),
@@ -84,9 +86,10 @@ def test_mlp(ops, rows, width, neurons, dtype, kind, gated, name):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 def test_whole_numbers_are_exact(native_ops, rows, gated, kind, dtype):
-    """All sums fit in 24 bits, so the compiled kernels equal PyTorch in every bit."""
+    """All sums fit in 24 bits and all coefficients in 15, so the compiled kernels equal PyTorch in
+    every bit."""
     g = torch.Generator().manual_seed(rows)
-    x = torch.randint(-3, 4, (rows, 37), generator=g).float()
+    x = torch.randint(-1, 2, (rows, 37), generator=g).float()
     up, gate, down = (whole_weight(600, 37, dtype, g) for _ in range(3))
     used = mask_of(kind, rows, 600, g)
     counters = torch.zeros(2, 1, dtype=torch.int64)
@@ -102,6 +105,37 @@ def test_whole_numbers_are_exact(native_ops, rows, gated, kind, dtype):
     assert torch.equal(*results)
     assert torch.equal(*counters)
     assert (counters[0] > 0) == (kind in ("all", "random"))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("entries", [512 * 32, 700 * 32, 40000])
+def test_the_largest_sums_of_int8_rows_fit(native_ops, entries, rows):
+    """Products of the largest magnitude: 32 bits hold a tile of 512, larger tiles lose bits."""
+    data = torch.full((entries, 33), -128, dtype=torch.int8)
+    data[:, 5] = 127
+    x = torch.full((rows, entries), 1 - 2.0**-16)
+    x[-1] *= -1
+    result = native_ops.combine(x, Matrix(data, torch.ones(entries)), None, None, None)
+    expected = x.double() @ data.double()
+    assert ((result - expected).abs() <= 2.0**-12 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_coefficient_that_is_not_finite_shows(native_ops, bad):
+    weight = random_weight(100, 40, "int8", torch.Generator().manual_seed(5))
+    x = torch.ones(3, 100)
+    x[1, 70] = bad
+    result = native_ops.combine(x, weight, None, None, None)
+    assert not result[1].isfinite().any()
+    assert result[[0, 2]].isfinite().all()
+
+
+def test_small_and_large_coefficients(ops):
+    """The step follows the coefficients of a row and tile, over the range of fp32."""
+    weight = random_weight(32, 40, "int8", torch.Generator().manual_seed(6))
+    unit = torch.randn(1, 32, generator=torch.Generator().manual_seed(7))
+    x = torch.cat([unit * scale for scale in (1e-25, 1e-3, 1e30)])
+    summed(exact(x), weight).check(ops.combine(x, weight, None, None, None))
 
 
 def test_what_is_not_used_is_not_touched(native_ops):

@@ -44,6 +44,23 @@ def product(x: Bounded, weight: Tensor, *extra: Tensor | None) -> Bounded:
     return Bounded(value, bound + 1e-37)
 
 
+def summed(x: Bounded, weight: Matrix, *extra: Tensor | None) -> Bounded:
+    """x `[N, n]` times rows that are added up, `[n, out]`, plus the extra terms.
+
+    Coefficients of int8 rows may be whole numbers of a step of at most 2^-15 of the largest one of
+    their tile (of up to 512 rows; kernels/cpu/sums.h).
+    """
+    truth = product(x, weight64(weight), *extra)
+    if weight.scale is None:
+        return truth
+    coefficients = (x.value.abs() + x.bound) * weight.scale.double()
+    bound, tile = truth.bound, tile_size(weight.rows)
+    assert tile <= 512
+    for c, rows in zip(coefficients.split(tile, 1), weight.data.double().split(tile), strict=True):
+        bound = bound + 2.0**-15 * c.amax(dim=1, keepdim=True) * rows.abs().sum(dim=0)
+    return Bounded(truth.value, bound)
+
+
 def weight64(matrix: Matrix) -> Tensor:
     dense = matrix.data.double()
     return dense if matrix.scale is None else dense * matrix.scale.double()[:, None]

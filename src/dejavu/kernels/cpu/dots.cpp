@@ -108,6 +108,76 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
   }
 }
 
+// Sums of int8 rows: see sums.h. Which zeros are passed over changes no bit, so it is only a
+// question of speed.
+void whole_sums(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,
+                Size stride, Size rows, float* acc, Size acc_stride) {
+  const int8_t* data = (const int8_t*)weight.data;
+  const Size width = weight.columns;
+  const Size ahead = Fetch<kSumRows, int8_t>::rows_ahead(width);
+  Steps steps[kMaxRows];
+  for (Size r = 0; r < rows; ++r)
+    steps[r] = steps_of(coefficients + r * stride, count, stride);
+
+  const auto add = [&](const int8_t* const* w, Size size, Size known, const int16_t* q, Size first,
+                       Size last) {
+    for (Size k = 0; k < size; k += kSumRows) {
+      const int8_t* const* next = w + (k + ahead + kSumRows <= known ? k + ahead : k);
+      const int16_t* from[2];
+      int32_t* to[2];
+      Size r = first;
+      const auto pass = [&](auto together) __attribute__((always_inline)) {
+        constexpr int R = decltype(together)::value;
+        for (; r + R <= last; r += R) {
+          for (Size i = 0; i < R; ++i) {
+            from[i] = q + (r + i - first) * kChunk + k;
+            to[i] = (int32_t*)(acc + (r + i) * acc_stride);
+          }
+          whole_sum<R>(w + k, next, from, to, width);
+        }
+      };
+      pass(std::integral_constant<int, 2>());
+      pass(std::integral_constant<int, 1>());
+    }
+  };
+
+  const int8_t* w[kChunk + kAheadRows];
+  int16_t q[kMaxRows][kChunk];
+  for (Size start = 0, size; start < count; start += size) {
+    const Size left = count - start;
+    size = left < kChunk ? left : kChunk;
+    const Size known = left < kChunk + kAheadRows ? left : kChunk + kAheadRows;
+    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * width;
+    Size used = 0;
+    for (Size r = 0; r < rows; ++r) {
+      whole_coefficients(coefficients + r * stride + start, size, steps[r], q[r]);
+      for (Size k = 0; rows > 1 && k < size; ++k) used += q[r][k] != 0;
+    }
+    if (rows == 1 || 2 * used > rows * size) {
+      for (Size k = known; k % kSumRows; ++k) w[k] = w[known - 1];
+      add(w, size, known, q[0], 0, rows);
+      continue;
+    }
+    for (Size r = 0; r < rows; ++r) {
+      const int8_t* own[kChunk];
+      Size k = 0;
+      for (Size i = 0; i < size; ++i)
+        if (q[r][i] != 0) {
+          own[k] = w[i];
+          q[r][k++] = q[r][i];
+        }
+      for (used = k; k % kSumRows; ++k) {
+        own[k] = own[used - 1];
+        q[r][k] = 0;
+      }
+      add(own, used, used, q[r], r, r + 1);
+    }
+  }
+  for (Size r = 0; r < rows; ++r)
+    for (Size i = 0; i < width; i += kSumColumns)
+      settle(acc + r * acc_stride + i, steps[r].step);
+}
+
 }  // namespace
 
 void dots(const Matrix& weight, const int32_t* listed, Size count, Size known, const Inputs& x,
@@ -120,6 +190,8 @@ void dots(const Matrix& weight, const int32_t* listed, Size count, Size known, c
 
 void sums(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,
           Size stride, Size rows, bool skip, float* acc, Size acc_stride) {
+  if (weight.dtype == Dtype::int8)
+    return whole_sums(weight, listed, count, coefficients, stride, rows, acc, acc_stride);
   with_dtype(weight.dtype, [&](auto* type) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     sums_of<W>(weight, listed, count, coefficients, stride, rows, skip, acc, acc_stride);

@@ -3,12 +3,13 @@
 // Bits: a dot product runs over its row in kChains accumulators, vector k of the row going to
 // accumulator k % kChains, whatever is computed beside it (with an int8 row it is a whole number
 // before it is rounded once: whole.h). A sum of rows is one multiply-add chain an output, rows in
-// the order given. Neither depends on the blocking chosen here.
+// the order given (with int8 rows it is a whole number: sums.h). Neither depends on the blocking
+// chosen here.
 #pragma once
 
 #include <type_traits>
 
-#include "simd.h"
+#include "sums.h"
 #include "whole.h"
 
 namespace dejavu::DEJAVU_ISA {
@@ -16,32 +17,6 @@ namespace dejavu::DEJAVU_ISA {
 constexpr int kChains = 2;   // with 4 rows side by side: 8 chains hide the latency of an FMA
 constexpr int kDotBlock = 4;
 constexpr int kSumBlock = 4;  // stored rows a pass over the accumulator; more streams are slower
-constexpr Size kLine = 64;
-
-// Each stored row is fetched this far ahead, past its end at the start of a row that follows.
-constexpr Size kAheadBytes = 1024;
-
-// The element from which on the row that follows is fetched.
-template <class W>
-inline Size turn_of(Size width) {
-  constexpr Size ahead = kAheadBytes / (Size)sizeof(W);
-  return width > ahead ? width - ahead : 0;
-}
-
-template <int J, class W>
-[[gnu::always_inline]] inline void fetch_ahead(const W* const* w, const W* const* next, Size i,
-                                               Size turn) {
-#pragma GCC unroll 8
-  for (int j = 0; j < J; ++j)
-    prefetch(i < turn ? w[j] + i + kAheadBytes / (Size)sizeof(W) : next[j] + (i - turn));
-}
-
-// How many rows on that is, for blocks of `block` rows.
-template <class W>
-inline Size rows_ahead(Size width, Size block) {
-  const Size bytes = width * (Size)sizeof(W);
-  return bytes < kAheadBytes ? (kAheadBytes / bytes / block + 1) * block : block;
-}
 
 template <class W, int R, int J>
 DEJAVU_LOOP void dot_block(const W* const* w, const W* const* next, const float* const* x,
@@ -65,10 +40,10 @@ DEJAVU_LOOP void dot_block(const W* const* w, const W* const* next, const float*
     }
   };
   auto whole = [](auto* p) __attribute__((always_inline)) { return load(p); };
-  const Size turn = turn_of<W>(width);
+  const Fetch<J, W> fetch_ahead(w, next, width);
   Size i = 0;
   for (; i + kStep <= width; i += kStep) {
-    fetch_ahead<J>(w, next, i, turn);
+    fetch_ahead.at(i);
 #pragma GCC unroll 16
     for (Size k = 0; k < kStep / Vec::width; ++k) step(i + k * Vec::width, k % kChains, whole);
   }
@@ -98,7 +73,7 @@ template <class W>
 inline void dot_grid(const W* const* w, Size count, Size known, const float* const* x, Size rows,
                      Size width, float* out, Size row_stride) {
   if (rows == 1) {
-    const Size ahead = rows_ahead<W>(width, kDotBlock);
+    const Size ahead = Fetch<kDotBlock, W>::rows_ahead(width);
     Size j = 0;
     for (; j + kDotBlock <= count; j += kDotBlock)
       dot_block<W, 1, kDotBlock>(w + j, j + ahead + kDotBlock <= known ? w + j + ahead : w + j, x,
@@ -146,10 +121,10 @@ DEJAVU_LOOP void sum_block(const W* const* w, const W* const* next,
   auto put = [](float* p, Vec v) __attribute__((always_inline)) { store(p, v); };
   constexpr Size kElements = kLine / (Size)sizeof(W);
   constexpr Size kStep = kElements > Vec::width ? kElements : Vec::width;
-  const Size turn = turn_of<W>(width);
+  const Fetch<J, W> fetch_ahead(w, next, width);
   Size i = 0;
   for (; i + kStep <= width; i += kStep) {
-    fetch_ahead<J>(w, next, i, turn);
+    fetch_ahead.at(i);
     for (Size k = 0; k < kStep; k += Vec::width) step(i + k, whole, put);
   }
   for (; i + Vec::width <= width; i += Vec::width) step(i, whole, put);
@@ -162,7 +137,7 @@ DEJAVU_LOOP void sum_block(const W* const* w, const W* const* next,
 template <class W>
 inline void sum_rows(const W* const* w, const float* coefficients, Size count, Size known,
                      float* acc, Size width) {
-  const Size ahead = rows_ahead<W>(width, kSumBlock);
+  const Size ahead = Fetch<kSumBlock, W>::rows_ahead(width);
   Size j = 0;
   const auto block = [&](auto size) __attribute__((always_inline)) {
     constexpr int J = decltype(size)::value;
@@ -216,7 +191,8 @@ constexpr Size kAheadRows = 32;  // listed rows past the last that are worth nam
 void dots(const Matrix& weight, const int32_t* listed, Size count, Size known, const Inputs& x,
           const Use& use, const float* bias, float* out, Size row_stride);
 
-// acc[r * acc_stride ...] += coefficients[r * stride + k] * stored row listed[k], k ascending.
+// acc[r * acc_stride ...] = sum of coefficients[r * stride + k] * stored row listed[k], in order of
+// k, over a tile of at most `stride` rows; acc comes as zeros, padded to whole kSumColumns.
 // Coefficients carry the scale already. With `skip`, a stored row whose coefficient is 0 for some
 // of several batch rows stays out of their sums.
 void sums(const Matrix& weight, const int32_t* listed, Size count, const float* coefficients,

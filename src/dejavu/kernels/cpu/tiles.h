@@ -5,7 +5,7 @@
 
 namespace dejavu::DEJAVU_ISA {
 
-inline Size padded(Size width) { return (width + 15) / 16 * 16; }
+inline Size padded(Size width) { return (width + kSumColumns - 1) / kSumColumns * kSumColumns; }
 
 // Numbers in [first, last) of a selection over blocks of `block`, expanded; all of them when null.
 inline Size list_range(const Selection* selection, Size block, Size first, Size last,

@@ -4,11 +4,11 @@
 // instead, once an op: x = (hi * 2^15 + lo) * step with 16-bit hi and lo and a power of two for
 // step, which is exact for all elements within 2^-6 of the largest and within 2^-30 of the largest
 // for the others. Products and sums are then exact (16-bit multiply-add in pairs), in any order,
-// and one rounding ends a dot product: closer to the truth than a sum in fp32, and on two Zen 3
-// cores 93 % of the read bandwidth against 70-84 % by way of fp32.
+// and one rounding ends a dot product: closer to the truth than a sum in fp32, and on Zen 3 close
+// to the read bandwidth of memory where the way by fp32 reaches 70-84 % of it.
 #pragma once
 
-#include "simd.h"
+#include "fetch.h"
 
 namespace dejavu::DEJAVU_ISA {
 
@@ -106,34 +106,46 @@ struct Digits {
 
 inline Size digits_width(Size width) { return (width + 63) / 64 * 64; }
 
-// x[0..width) in digits, written to `out` [2, digits_width(width)].
-DEJAVU_LOOP Digits digits_of(const float* x, Size width, int16_t* out) {
-  int16_t *hi = out, *lo = out + digits_width(width);
+// The largest magnitude among some numbers, and whether none of them is NaN or infinite.
+struct Peak {
+  float magnitude;
+  bool finite;
+
+  // The exponent that takes it to [2^(bits - 1), 2^bits); below 2^-90 everything counts as tiny.
+  int shift(int bits) const {
+    if (!finite || magnitude <= 1e-27f) return 119;
+    uint32_t pattern;
+    std::memcpy(&pattern, &magnitude, 4);
+    return bits - 1 - ((int)(pattern >> 23) - 127);
+  }
+};
+
+inline Peak peak_of(const float* x, Size width) {
   Vec top = zero(), strange = zero();
   for_vectors(0, width, [&](Size i, Size n) {
     const Vec v = load(x + i, n);
     top = max(top, max(v, zero() - v));
     strange = strange + (v - v);  // NaN once a NaN or an infinity is met
   });
-  const float peak = largest(top);
-  const bool finite = sum(strange) == 0;
-  // peak * 2^exponent lies in [2^28, 2^29); below 2^-90 everything counts as tiny.
-  int shift = 119;
-  if (finite && peak > 1e-27f) {
-    uint32_t bits;
-    std::memcpy(&bits, &peak, 4);
-    shift = 28 - ((int)(bits >> 23) - 127);
-  }
-  const auto power = [](int e) {
-    const uint64_t bits = (uint64_t)(e + 1023) << 52;
-    double value;
-    std::memcpy(&value, &bits, 8);
-    return value;
-  };
-  const float factor = (float)power(shift);
+  return {largest(top), sum(strange) == 0};
+}
+
+inline double power_of_two(int exponent) {
+  const uint64_t bits = (uint64_t)(exponent + 1023) << 52;
+  double value;
+  std::memcpy(&value, &bits, 8);
+  return value;
+}
+
+// x[0..width) in digits, written to `out` [2, digits_width(width)].
+DEJAVU_LOOP Digits digits_of(const float* x, Size width, int16_t* out) {
+  int16_t *hi = out, *lo = out + digits_width(width);
+  const Peak peak = peak_of(x, width);
+  const int shift = peak.shift(29);
+  const float factor = (float)power_of_two(shift);
   for (Size i = 0; i < width; i += 64) {
     int32_t q[64] = {};
-    if (finite)
+    if (peak.finite)
       for_vectors(i, width - i < 64 ? width : i + 64, [&](Size k, Size n) {
         round_to_ints(load(x + k, n) * broadcast(factor), q + (k - i));
       });
@@ -143,18 +155,15 @@ DEJAVU_LOOP Digits digits_of(const float* x, Size width, int16_t* out) {
       lo[i + k] = (int16_t)(q[k] - upper * (1 << 15));
     }
   }
-  return {hi, lo, finite ? power(-shift) : __builtin_nan("")};
+  return {hi, lo, peak.finite ? power_of_two(-shift) : __builtin_nan("")};
 }
 
-constexpr Size kWholeAhead = 1536;  // bytes; measured best of 512 to 16384, dense and gathered
-
-// out[r][j] = w[j] . x[r]. `next` are the rows whose start is fetched while the end of these is
-// read.
+// out[r][j] = w[j] . x[r]; `next` as in Fetch.
 template <int R, int J>
 DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, const Digits* x,
                            Size width, float* out, Size row_stride) {
   const Size lines = width / 64 * 64;
-  const Size turn = width > kWholeAhead ? lines - kWholeAhead : 0;
+  const Fetch<J, int8_t> fetch(w, next, width);
   double sums[R][J] = {};
   Size i = 0;
   do {
@@ -164,7 +173,7 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
     const auto step = [&](const Int16s(&stored)[J], Size at) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int j = 0; j < J; ++j) {
           hi[r][j] = add_products(hi[r][j], stored[j], x[r].hi + at);
           lo[r][j] = add_products(lo[r][j], stored[j], x[r].lo + at);
@@ -172,13 +181,11 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
     };
     const Size end = i + kWholeBlock < lines ? i + kWholeBlock : lines;
     for (; i < end; i += 64) {
-#pragma GCC unroll 2
-      for (int j = 0; j < J; ++j)
-        prefetch(i < turn ? w[j] + i + kWholeAhead : next[j] + (i - turn));
+      fetch.at(i);
 #pragma GCC unroll 8
       for (Size k = 0; k < 64; k += Int16s::width) {
         Int16s stored[J];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int j = 0; j < J; ++j) stored[j] = widen(w[j] + i + k);
         step(stored, i + k);
       }
@@ -206,12 +213,11 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
 // out[r * row_stride + j] = w[j] . x[r]; `known` as in dot_grid.
 inline void whole_grid(const int8_t* const* w, Size count, Size known, const Digits* x, Size rows,
                        Size width, float* out, Size row_stride) {
-  const Size ahead = width < kWholeAhead ? (kWholeAhead + width - 1) / width : 1;
   Size j = 0;
-  if (rows == 1 && width <= kWholeAhead)
-    for (; j + 2 <= count; j += 2)
-      whole_dot<1, 2>(w + j, w + (j + ahead + 3 <= known ? j + ahead + 1 : j), x, width,
-                      out + j, 0);
+  Size ahead = Fetch<4, int8_t>::rows_ahead(width);
+  for (; rows == 1 && j + 4 <= count; j += 4)
+    whole_dot<1, 4>(w + j, w + (j + ahead + 4 <= known ? j + ahead : j), x, width, out + j, 0);
+  ahead = Fetch<1, int8_t>::rows_ahead(width);
   for (; j < count; ++j) {
     const int8_t* const* next = w + (j + ahead < known ? j + ahead : j);
     Size r = 0;
