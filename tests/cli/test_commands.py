@@ -106,6 +106,13 @@ def test_eval_with_a_policy(tmp_path: Path) -> None:
     assert found["reads"]["neuron_density"] < 0.2
 
 
+@pytest.mark.parametrize(("policy", "density"), [("topk:keep=1", 1), ("threshold:value=1e9", 0)])
+def test_an_option_has_an_effect_at_both_ends(tmp_path: Path, policy: str, density: float) -> None:
+    found = run_json(tmp_path / "r.json", "eval", "relu-30m", "--policy", policy, "-n", 200)
+    assert found["reads"]["neuron_density"] == density
+    assert (found["ratio"] == pytest.approx(1, abs=1e-4)) == (density == 1)
+
+
 def test_measure(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ("measure", "relu-30m", "--windows", 1, "--window", 64, "--densities", "0.2")
