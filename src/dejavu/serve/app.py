@@ -79,6 +79,7 @@ def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
     _add_models(app, hub)
     _add_operation(app, hub)
     _add_page(app)
+    _drop_422(app)
     return app
 
 
@@ -192,6 +193,16 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(
             errors.ApiError("something went wrong in the server; see its log", 500)
         )
+
+
+def _drop_422(app: FastAPI) -> None:
+    """From the schema: FastAPI puts it there by itself, and a wrong request is a 400 here."""
+    schema = app.openapi()  # made once, and kept by the app
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
 
 
 def _json(body: TextCompletion | ChatCompletion) -> Response:
