@@ -1,8 +1,29 @@
 """Fixtures for every test."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:  # Triton reads it when the kernels are imported, so before any test module is
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+    # Triton's interpreter computes masked-off lanes too, and NumPy comments on what they hold.
+    for category in ("RuntimeWarning", "DeprecationWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{category}:triton\\.")
+
+
+def pytest_collection_modifyitems(items):
+    if CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(scope="session")
