@@ -97,6 +97,8 @@ class StepTimes:
 
 def measured_times(model: DecoderLM) -> StepTimes | str:
     """Time the model's own layers on the compiled kernels, or say why that could not be done."""
+    if model.device.type != "cpu":
+        return f"steps on {model.device} are not timed here"
     try:
         ops = NativeOps(threads=torch.get_num_threads())
     except BackendError:

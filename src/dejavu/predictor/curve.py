@@ -46,14 +46,15 @@ class Curve:
         self._above: list[list[float]] | None = None
 
     def add(self, scores: Tensor, contributions: Tensor, worthy: Tensor) -> None:
-        """Count scores and contributions fp32 `[N, entries]`, worthy bool `[N, entries]`."""
+        """Count scores and contributions fp32 `[N, entries]`, worthy bool `[N, entries]`, of any
+        device."""
         self.rows += len(scores)
         self._above = None
         bins = ((scores - LOW) / STEP).floor_().clamp_(-1, _BINS - 2).add_(1).long().flatten()
         c = contributions.flatten().double()
         columns = (None, (c != 0).double(), worthy.flatten().double(), c.square(), c)
         for row, weights in zip(self.table, columns, strict=True):
-            row += torch.bincount(bins, weights=weights, minlength=_BINS)
+            row += torch.bincount(bins, weights=weights, minlength=_BINS).cpu()
 
     def at(self, threshold: float, sensitivity: float) -> Figures:
         """Figures at a threshold (taken at the nearest bin edge, LOW to HIGH)."""

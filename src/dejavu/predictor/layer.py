@@ -126,7 +126,7 @@ def _starts(
     contributions = task.contributions(data, sample, ops)
     if task.alike:
         entries, width = contributions.shape[1], x.shape[1]
-        return [random_start(entries, width, rank, seed) for rank in ranks]
+        return [random_start(entries, width, rank, seed, x.device) for rank in ranks]
     moments = Moments.of(x)
     if task.neurons is None:
         matrix, bias = regression(inputs, contributions, moments), None

@@ -54,7 +54,9 @@ class HeldOut:
             if policy.kind == "predictor"  # `full` changes no bit and is slower here
         }
         c = self._model.config
-        selector = PlanSelector(c.num_hidden_layers, c.intermediate_size, choices)
+        selector = PlanSelector(
+            c.num_hidden_layers, c.intermediate_size, choices, self._model.device
+        )
         losses = self._losses("measuring a threshold", selector)
         used = {site: selector.meter.used(site) for site in Site}
         self._used[frozenset(policies.items())] = {key: used[key[0]][key[1]] for key in choices}

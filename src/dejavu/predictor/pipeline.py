@@ -28,7 +28,7 @@ from dejavu.predictor.levels import HeldOut, find_levels
 from dejavu.predictor.lookahead import best_distance
 from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.plan import DEFAULT_LEVEL, BaseModel, LayerPolicy, Level, Plan, Source
-from dejavu.predictor.recording import Recorded, record, source_key
+from dejavu.predictor.recording import Recorded, record, room, source_key
 from dejavu.predictor.report import Reporter
 from dejavu.predictor.search import Candidate, Found, Place
 from dejavu.predictor.selector import Key
@@ -41,7 +41,6 @@ from dejavu.sparsity.policy import Site
 
 Progress = Callable[[str, int, int], None]  # stage, done, in all
 FP16_BYTES = 2
-GIB = 1 << 30
 _WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
 _MANY_ACTIVE = 0.5  # share of neurons above which a warning says what to expect
 _TRIAL_TOKENS = 8192
@@ -184,7 +183,7 @@ class Pipeline:
     def _groups(self, tasks: list[Task]) -> Iterator[list[Task]]:
         """Neighbouring tasks whose recorded inputs fit into memory together, at least one."""
         size = self._trained_rows * self._config.hidden_size * FP16_BYTES
-        a_group = max(1, int(self._options.memory_gib * GIB / size))
+        a_group = max(1, int(room(self._stored.device, self._options.memory_gib) / size))
         for start in range(0, len(tasks), a_group):
             yield tasks[start : start + a_group]
 

@@ -224,7 +224,7 @@ def _tensors(predictors: Mapping[Key, Source]) -> dict[str, Tensor]:
             if matrix.scale is not None:
                 tensors[f"{name}.{part}_scale"] = matrix.scale
         tensors[f"{name}.bias"] = p.bias
-    return tensors
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _level(entry: dict[str, Any]) -> Level:

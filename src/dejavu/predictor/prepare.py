@@ -13,8 +13,9 @@ from dejavu.errors import InputError
 from dejavu.load import LoadedModel
 from dejavu.predictor.calibration import Tokenizer, Windows, make_windows
 from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.pipeline import FP16_BYTES, GIB, Pipeline, Progress
+from dejavu.predictor.pipeline import FP16_BYTES, Pipeline, Progress
 from dejavu.predictor.plan import PLAN_FILE, Plan
+from dejavu.predictor.recording import room
 
 __all__ = ["PrepareOptions", "prepare"]
 
@@ -64,13 +65,13 @@ def _windows(
     length = min(options.window, c.context_length)
     # Held-out inputs of both sites of all layers stay in memory for the whole run.
     a_token = 2 * c.num_hidden_layers * c.hidden_size * FP16_BYTES
-    room = int(options.memory_gib * GIB / 2 / a_token)
+    rows = int(room(loaded.model.device, options.memory_gib) / 2 / a_token)
     return make_windows(
         texts,
         tokenizer,
         length=length,
         train=max(2, options.tokens // length),
-        held_out=max(2, min(options.held_out, room) // length),
+        held_out=max(2, min(options.held_out, rows) // length),
         separator=c.eos_token_ids[0] if c.eos_token_ids else None,
     )
 

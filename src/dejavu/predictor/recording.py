@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dejavu.kernels.device import free_memory
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
@@ -17,13 +18,15 @@ from dejavu.sparsity.policy import Points, Selector, Site, Stage
 from dejavu.sparsity.record import group_norms
 
 _HALF_MAX = 65504.0
+GIB = 1 << 30
 Key = tuple[Site, int]
 Tick = Callable[[int, int], None]  # windows done, windows in all
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """inputs: fp16 `[N, D]` of a site and layer. head_norms: fp32 `[N, K]`, see `group_norms`."""
+    """inputs: fp16 `[N, D]` of a site and layer. head_norms: fp32 `[N, K]`, see `group_norms`. All on
+    the model's device."""
 
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     head_norms: dict[int, Tensor] = field(default_factory=dict)
@@ -39,6 +42,11 @@ class Recorded:
             {key: x[:rows] for key, x in self.inputs.items()},
             {layer: norms[:rows] for layer, norms in self.head_norms.items()},
         )
+
+
+def room(device: torch.device, memory_gib: float) -> float:
+    """Bytes for recorded inputs: as allowed, on a GPU half of what is free there by now."""
+    return memory_gib * GIB if device.type == "cpu" else free_memory(device) / 2
 
 
 def source_key(site: Site, layer: int, distance: float) -> Key:
@@ -57,9 +65,13 @@ class Recorder(Selector):
     ) -> None:
         """rows: tokens to come. heads: layers whose head norms are kept."""
         c = model.config
+
+        def buffer(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device=model.device)
+
         self.recorded = Recorded(
-            {key: torch.empty(rows, c.hidden_size, dtype=torch.float16) for key in inputs},
-            {layer: torch.empty(rows, c.num_key_value_heads) for layer in heads},
+            {key: buffer(c.hidden_size, torch.float16) for key in inputs},
+            {layer: buffer(c.num_key_value_heads, torch.float32) for layer in heads},
         )
         self._groups = c.num_key_value_heads
         self._o = {n: model.weights.blocks[n].attention.o.weight.float() for n in heads}

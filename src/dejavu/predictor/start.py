@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dejavu.kernels.device import CPU
+
 _PROBIT = 1.7  # a logistic curve is about a normal distribution function of 1.7 times its argument
 _LEAST_NOISE = 0.15  # of the signal: surer starts saturate, and what is saturated learns nothing
 _FLOOR = 1e-6  # of the largest eigenvalue: directions below it are rounding noise
@@ -42,8 +44,8 @@ class Moments:
     def of(x: Tensor, chunk: int = 8192) -> Moments:
         """Of the rows of `[N, D]`, any float dtype."""
         width = x.shape[1]
-        mean = torch.zeros(width, dtype=torch.float64)
-        second = torch.zeros(width, width, dtype=torch.float64)
+        mean = torch.zeros(width, dtype=torch.float64, device=x.device)
+        second = torch.zeros(width, width, dtype=torch.float64, device=x.device)
         for part in torch.split(x, chunk):
             rows = part.float()
             mean += rows.sum(dim=0, dtype=torch.float64)
@@ -83,15 +85,18 @@ def svd_start(
     return found
 
 
-def random_start(entries: int, width: int, rank: int, seed: int) -> Factors:
-    """The paper's start: two linear layers as PyTorch initialises them."""
+def random_start(
+    entries: int, width: int, rank: int, seed: int, device: torch.device = CPU
+) -> Factors:
+    """The paper's start: two linear layers as PyTorch initialises them; the same on any device."""
     generator = torch.Generator().manual_seed(seed)
 
     def layer(rows: int, columns: int) -> Tensor:
         bound = 1.0 / math.sqrt(columns)
-        return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+        return drawn.to(device)
 
-    return Factors(layer(rank, width), layer(entries, rank), torch.zeros(entries))
+    return Factors(layer(rank, width), layer(entries, rank), torch.zeros(entries, device=device))
 
 
 def regression(x: Tensor, y: Tensor, moments: Moments) -> Tensor:
@@ -102,7 +107,7 @@ def regression(x: Tensor, y: Tensor, moments: Moments) -> Tensor:
     centred = y.double() - y.double().mean(dim=0)
     cross = x.double().t() @ centred / len(x)  # [D, entries]
     ridge = 1e-3 * moments.covariance.diagonal().mean() + 1e-12
-    damped = moments.covariance + ridge * torch.eye(len(moments.mean), dtype=torch.float64)
+    damped = moments.covariance + torch.diag(ridge.expand(len(moments.mean)))
     fitted: Tensor = torch.linalg.solve(damped, cross)
     return fitted.t().float()
 

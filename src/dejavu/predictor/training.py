@@ -49,6 +49,7 @@ def train(
     steps = max(1, round(options.epochs * len(x) / batch))
     learners = [_Learner(start, options.rate) for start in starts]
     for step, rows in enumerate(_batches(len(x), batch, steps, options.seed)):
+        rows = rows.to(x.device)
         inputs, weights = x[rows].float(), weights_of(rows)
         rate = _schedule(step, steps)
         for learner in learners:

@@ -87,6 +87,7 @@ class Workspace:
                 assert matrix.scale is not None
                 tensors[f"{n}.{part}"], tensors[f"{n}.{part}_scale"] = matrix.data, matrix.scale
             tensors[f"{n}.bias"], tensors[f"{n}.curve"] = c.predictor.bias, c.curve.table
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         entries = [{"distance": c.distance, "rows": c.curve.rows} for c in candidates]
         notes = json.dumps({"candidates": entries, "extra": extra})
         save_safetensors(self._path(key), tensors, {"notes": notes})

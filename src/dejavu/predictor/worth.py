@@ -65,8 +65,8 @@ class Squares:
         self.finite &= bool(torch.isfinite(squares).all())
         values = squares[squares > 0]
         bins = (values.log2().sub_(_LOW).mul_(_OCTAVE)).long().clamp_(0, _BINS - 1)
-        self._counts += torch.bincount(bins, minlength=_BINS)
-        self._sums += torch.bincount(bins, weights=values.double(), minlength=_BINS)
+        self._counts += torch.bincount(bins, minlength=_BINS).cpu()
+        self._sums += torch.bincount(bins, weights=values.double(), minlength=_BINS).cpu()
 
     @property
     def total(self) -> float:
