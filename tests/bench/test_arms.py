@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dejavu.bench.arms import EngineArm
+from dejavu.bench.arms import engine_arms
 from dejavu.bench.forced import force
 from dejavu.bench.subject import make_prompts
 from dejavu.kernels.native import NativeOps
@@ -14,8 +14,9 @@ STEPS, SKIP = 6, 3
 
 
 def arm(subject, selector, **options):
-    options = {"batch": 2, "max_model_len": 64, "ops": NativeOps(1), **options}
-    return EngineArm("ours", subject.loaded, selector, **options)
+    options = {"batch": 2, "max_model_len": 64, "ops": NativeOps(1), "threads": 1, **options}
+    (found,) = engine_arms(subject.loaded, {"ours": selector}, **options)
+    return found
 
 
 def test_reads_what_it_is_fed(tiny, transformers):
@@ -38,7 +39,7 @@ def test_reads_what_it_is_fed(tiny, transformers):
 def test_counts_the_timed_steps_alone(tiny, recorded):
     prompts = make_prompts(tiny, 2, 8, seed=1)
     (forced,) = force(tiny.loaded, (0.3,), prompts[0], prompts[1])
-    ours = arm(tiny, forced, recorded=recorded)
+    ours = arm(tiny, forced, at_once=() if recorded else ("ours",))
     for _ in range(2):
         done = ours.decode(prompts, STEPS, skip=SKIP, fed=None)
         rows = forced.meter._counters[Site.NEURONS][:, 2]

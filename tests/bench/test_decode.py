@@ -40,7 +40,9 @@ def test_json_holds_every_condition(result):
     }
     assert told["conditions"].keys() == {
         "shape",
+        "weights",
         "dtype",
+        "device",
         "threads",
         "isa",
         "batch",
@@ -49,6 +51,9 @@ def test_json_holds_every_condition(result):
         "skipped",
         "repeats",
         "sampling",
+        "rank",
+        "head_rank",
+        "look_ahead",
         "seed",
     }
     assert told["machine"].keys() >= {"cpu", "cores", "caches", "last_level_cache", "isas"}
@@ -144,7 +149,7 @@ def test_small_models_get_no_roofline_and_large_ones_do(result, tiny, monkeypatc
     assert all(arm.of_roofline is None and arm.of_bandwidth is None for arm in result.arms)
     assert any("cache-resident" in line for line in result.warnings)
     small = replace(result.machine, caches={"L2": result.dense_bytes // 4})
-    monkeypatch.setattr(decode, "this_machine", lambda: small)
+    monkeypatch.setattr(decode, "this_machine", lambda *_: small)
     large = bench_subject(tiny, {}, QUICK)
     assert not large.cache_resident
     assert large.roofline_ms == pytest.approx(large.dense_bytes / large.read_bandwidth / 1e6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dejavu.bench.forced import force, random_predictors
+from dejavu.bench.forced import Target, force, random_predictors
 from dejavu.bench.subject import make_prompts
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
@@ -52,7 +52,7 @@ def test_correction_leads_from_a_wrong_density_to_the_asked_one(tiny):
     prompt = make_prompts(tiny, 1, PROMPT, seed=1)[0]
     answer = make_prompts(tiny, 1, ANSWER, seed=2)[0]
     (forced,) = force(tiny.loaded, (0.3,), prompt, answer)
-    forced.density = 0.1
+    forced.target = Target(0.1)
     errors = []
     for _ in range(6):
         masks(tiny, forced, prompt, answer)

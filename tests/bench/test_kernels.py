@@ -19,7 +19,7 @@ CACHE = 1 << 16
 @pytest.fixture
 def small_cache(monkeypatch):
     machine = replace(kernels.this_machine(), caches={"L2": CACHE})
-    monkeypatch.setattr(kernels, "this_machine", lambda: machine)
+    monkeypatch.setattr(kernels, "this_machine", lambda *_: machine)
     return machine
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dejavu.bench.arms import EngineArm
+from dejavu.bench.arms import engine_arms
 from dejavu.bench.export import export
 from dejavu.bench.peer_programs import CTranslate2, Transformers
 from dejavu.bench.peers import _Worker, open_peer, parse_peer
@@ -74,9 +74,10 @@ def test_decodes_what_it_is_asked(tiny, name, request):
 
 def test_both_say_what_our_dense_arm_says(tiny, transformers, ctranslate2):
     prompts = make_prompts(tiny, 1, 9, seed=4)
-    ours = EngineArm(
-        "ours", tiny.loaded, Dense(), ops=NativeOps(1), batch=1, max_model_len=64
-    ).decode(prompts, 6, skip=0, fed=None)
+    (arm,) = engine_arms(
+        tiny.loaded, {"ours": Dense()}, ops=NativeOps(1), threads=1, batch=1, max_model_len=64
+    )
+    ours = arm.decode(prompts, 6, skip=0, fed=None)
     for arm in (transformers, ctranslate2):
         assert arm.decode(prompts, 6, skip=0, fed=None).token_ids == ours.token_ids
 

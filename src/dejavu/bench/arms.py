@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
-from dejavu.kernels.native import NativeOps
+from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel
 from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
 from dejavu.sparsity.meter import MeteredSelector
-from dejavu.sparsity.policy import Dense, Selector
+from dejavu.sparsity.policy import Dense, Selector, Site
 
 Prompt = Sequence[int]
 
@@ -25,26 +25,30 @@ class Decoded:
     seconds: of each timed step, sampling included. token_ids: sampled for the first sequence, from
     the first token after the prompt on. step_bytes: weight bytes that a timed step read. reads: of
     which rows of each layer, None where nobody counted (then all of them are in step_bytes).
+    used: neurons that one row used, mean by layer; under a batch a step reads more than each row
+    uses.
     """
 
     seconds: list[float]
     token_ids: list[int]
     step_bytes: float
     reads: list[LayerReads] | None = None
+    used: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class ArmInfo:
     """What distinguishes an arm; a ratio of two arms means something where the rest is equal.
 
-    program: dejavu, transformers, ... with its mode. recorded: whether a step is replayed from a
-    recording, without Python; None where the word does not apply.
+    program: dejavu, transformers, ... with its mode. threads: None on a GPU. recorded: whether a
+    step is replayed from a recording (a CUDA graph on a GPU), without Python; None where the word
+    does not apply.
     """
 
     name: str
     program: str
     dtype: str
-    threads: int
+    threads: int | None
     recorded: bool | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -86,39 +90,29 @@ class EngineArm:
     def __init__(
         self,
         name: str,
+        engine: Engine,
         loaded: LoadedModel,
         selector: Selector,
         *,
-        ops: NativeOps,
-        batch: int,
-        max_model_len: int,
-        recorded: bool = True,
+        threads: int | None,
+        recorded: bool,
     ) -> None:
-        """recorded: off, every step goes through Python op by op."""
+        """name: of the engine's arm too. recorded: off, its steps go through Python op by op."""
         self.selector = selector
         self.model = loaded.model
-        self._engine = Engine(
-            loaded,
-            selector if recorded else _AtOnce(selector),
-            threads=ops.threads,
-            max_batch=batch,
-            max_model_len=max_model_len,
-            eos_token_ids=(),
-            ops=ops,
-            prefill_chunk=batch * max_model_len,  # all prompts in the first step
-        )
-        recorded = recorded and selector.capturable
+        self._engine = engine
         notes = []
         if not isinstance(selector, Dense | MeteredSelector):
             notes.append("does not count what it reads: bytes are the dense model's")
-        self.info = ArmInfo(name, "dejavu", loaded.dtype, ops.threads, recorded, notes)
+        recorded = recorded and selector.capturable
+        self.info = ArmInfo(name, "dejavu", loaded.dtype, threads, recorded, notes)
 
     def decode(
         self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None
     ) -> Decoded:
         """See `Arm.decode`."""
         params = SamplingParams(max_tokens=skip + steps + 3, ignore_eos=True)
-        requests = [self._engine.add(prompt, params) for prompt in prompts]
+        requests = [self._engine.add(prompt, params, arm=self.info.name) for prompt in prompts]
         seconds, sampled = [], []
         try:
             self._engine.step()  # the prompts, and a first decode step with them
@@ -139,9 +133,11 @@ class EngineArm:
         for request in requests:
             if request.error is not None:
                 raise request.error
-        reads = self.selector.reads() if isinstance(self.selector, MeteredSelector) else None
         token_ids = [requests[0].token_ids[0], *sampled]
-        return Decoded(seconds, token_ids, self._step_bytes(reads), reads)
+        if not isinstance(self.selector, MeteredSelector):
+            return Decoded(seconds, token_ids, self._step_bytes(None))
+        reads, used = self.selector.reads(), self.selector.meter.used(Site.NEURONS)
+        return Decoded(seconds, token_ids, self._step_bytes(reads), reads, used)
 
     def _step_bytes(self, reads: list[LayerReads] | None) -> float:
         if reads is None:
@@ -152,3 +148,33 @@ class EngineArm:
             groups=self.model.config.num_key_value_heads,
             predictor_bytes=getattr(self.selector, "predictor_bytes", 0),
         )
+
+
+def engine_arms(
+    loaded: LoadedModel,
+    selectors: Mapping[str, Selector],
+    *,
+    ops: Ops,
+    threads: int | None,
+    batch: int,
+    max_model_len: int,
+    at_once: Collection[str] = (),
+) -> list[EngineArm]:
+    """An arm for each selector by name, all on one engine, whose cache they share.
+
+    at_once: names of arms whose steps shall not be recorded.
+    """
+    engine = Engine(
+        loaded,
+        threads=threads,
+        max_batch=batch,
+        max_model_len=max_model_len,
+        eos_token_ids=(),
+        ops=ops,
+        arms={n: _AtOnce(s) if n in at_once else s for n, s in selectors.items()},
+        prefill_chunk=batch * max_model_len,  # all prompts in the first step
+    )
+    return [
+        EngineArm(name, engine, loaded, selector, threads=threads, recorded=name not in at_once)
+        for name, selector in selectors.items()
+    ]

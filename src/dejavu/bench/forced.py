@@ -1,14 +1,14 @@
 """Plans forced to a density on random weights: the speed is real, the text means nothing.
 
-Every layer gets a predictor of random int8 matrices, and biases calibrated on the model's own
-inputs so that a neuron's score is above 0 as often as asked. Which neurons those are changes from
-token to token. From there on it is a plan like any other: the same selector, kernels and meter. The
-density is counted while it runs, never assumed.
+Every layer gets predictors of random int8 matrices, and biases calibrated on the model's own
+inputs so that a score is above 0 as often as asked. Which neurons (and heads) those are changes
+from token to token. From there on it is a plan like any other: the same selector, kernels and
+meter. The density is counted while it runs, never assumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -17,26 +17,67 @@ from torch import Tensor
 
 from dejavu.config import ModelConfig
 from dejavu.errors import InputError
+from dejavu.kernels.device import CPU, on
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.predictor.selector import Choice, Key, PlanSelector
 from dejavu.sparsity.policy import Points, Selector, Site
 
-DEFAULT_RANK = 128
+HEAD_RANK = 64
+_WIDE = 6144  # hidden_size above that of 13B models
 _BYTE_SPREAD = 73.3  # standard deviation of uniform bytes from -127 to 127
+
+
+def default_rank(hidden_size: int) -> int:
+    """Of neuron predictors: 128 up to models of 13B, 256 from 30B on."""
+    return 256 if hidden_size > _WIDE else 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """Densities to force, in (0, 1]; heads: of KV groups, 1 leaves attention dense."""
+
+    neurons: float
+    heads: float = 1.0
+
+    def __post_init__(self) -> None:
+        for density in (self.neurons, self.heads):
+            if not 0.0 < density <= 1.0:
+                raise InputError(f"a density must lie in (0, 1], not {density:g}")
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        """`0.1` (of neurons) or `0.1/0.5` (of neurons / of heads). Raises InputError."""
+        try:
+            densities = [float(part) for part in text.split("/", 1)]
+        except ValueError as error:
+            raise InputError(
+                f"{text!r} is not a density like 0.1, or 0.1/0.5 with one of heads"
+            ) from error
+        return Target(*densities)
+
+    def of(self, site: Site) -> float:
+        """The density of a site."""
+        return self.neurons if site is Site.NEURONS else self.heads
+
+    @property
+    def label(self) -> str:
+        """As arms are called."""
+        heads = "" if self.heads == 1.0 else f", heads {self.heads:.4g}"
+        return f"forced {self.neurons:.4g}{heads}"
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Where one layer's scores are cut. bias: fp32 `[F]`, a score above 0 is selected. spread: of
-    the scores about each neuron's mean."""
+    """Where the scores of a site of one layer are cut. bias: fp32 `[entries]`, a score above 0 is
+    selected. spread: of the scores about each entry's mean, one number."""
 
     bias: Tensor
-    spread: float
+    spread: Tensor
 
 
 class Forced(PlanSelector):
@@ -45,115 +86,176 @@ class Forced(PlanSelector):
     def __init__(
         self,
         config: ModelConfig,
-        predictors: Sequence[Predictor],
-        cuts: Sequence[Cut],
-        density: float,
+        predictors: Mapping[Key, Predictor],
+        cuts: Mapping[Key, Cut],
+        target: Target,
+        look_ahead: float = 0.0,
     ) -> None:
-        """density: of neurons, what was asked for."""
-        choices = {
-            (Site.NEURONS, layer): Choice(Predictor(p.first, p.second, cut.bias))
-            for layer, (p, cut) in enumerate(zip(predictors, cuts, strict=True))
-        }
-        super().__init__(config.num_hidden_layers, config.intermediate_size, choices)
-        self.density = density
-        self._spreads = [cut.spread for cut in cuts]
+        """target: what was asked for. look_ahead: see `Points`."""
+        choices = {}
+        for key, cut in cuts.items():
+            first, second = predictors[key].first, predictors[key].second
+            distance = _distance(*key, look_ahead)
+            choices[key] = Choice(Predictor(first, second, cut.bias), distance)
+        device = next(iter(cuts.values())).bias.device
+        super().__init__(config.num_hidden_layers, config.intermediate_size, choices, device)
+        self.target = target
+        self._spreads = {key: float(cut.spread) for key, cut in cuts.items()}
+        self._entries = {key: len(cut.bias) for key, cut in cuts.items()}
 
     def correct(self) -> float:
         """Move every layer's threshold by what was counted since the last reset of the meter.
 
         Other tokens than the calibrated ones shift all scores a little; being about normal, they
         come back to the asked density in a few such steps. Returns the error of the mean density
-        that was counted.
+        that was counted, of neurons or of heads, whichever is larger.
         """
-        counted = [used / self._neurons for used in self.meter.used()]
-        if self.density < 1.0:
-            for layer, (spread, density) in enumerate(zip(self._spreads, counted, strict=True)):
-                away = _z(density, self._neurons) - _z(self.density, self._neurons)
-                self._biases[Site.NEURONS, layer].add_(away * spread)  # recorded steps read it
-        return abs(sum(counted) / len(counted) - self.density)
+        errors = [0.0]
+        for site in Site:
+            used, asked = self.meter.used(site), self.target.of(site)
+            away = []
+            for layer, count in enumerate(used):
+                key = site, layer
+                if key not in self._spreads:
+                    continue
+                entries, spread = self._entries[key], self._spreads[key]
+                away.append(count / entries - asked)
+                if asked < 1.0:
+                    shift = _z(count / entries, entries) - _z(asked, entries)
+                    self._biases[key].add_(shift * spread)  # recorded steps read it
+            if away:
+                errors.append(abs(sum(away) / len(away)))
+        return max(errors)
 
 
-def random_predictors(config: ModelConfig, rank: int, *, seed: int = 0) -> list[Predictor]:
+def random_predictors(
+    config: ModelConfig,
+    rank: int,
+    *,
+    site: Site = Site.NEURONS,
+    seed: int = 0,
+    device: torch.device = CPU,
+) -> list[Predictor]:
     """One for each layer, without bias; scores of normalised inputs have a spread of about 1."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Matrix:
-        data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
-        return Matrix(data, torch.full((rows,), columns**-0.5 / _BYTE_SPREAD))
+        shape = rows, columns
+        data = torch.randint(
+            -127, 128, shape, dtype=torch.int8, generator=generator, device=device
+        )
+        scale = torch.full((rows,), columns**-0.5 / _BYTE_SPREAD, device=device)
+        return Matrix(data, scale)
 
-    neurons = config.intermediate_size
+    neurons = site is Site.NEURONS
+    entries = config.intermediate_size if neurons else config.num_key_value_heads
+    rank = min(rank, config.hidden_size)
+    bias = torch.zeros(entries, device=device)
     return [
-        Predictor(matrix(rank, config.hidden_size), matrix(neurons, rank), torch.zeros(neurons))
+        Predictor(matrix(rank, config.hidden_size), matrix(entries, rank), bias)
         for _ in range(config.num_hidden_layers)
     ]
 
 
 def force(
     loaded: LoadedModel,
-    densities: Sequence[float],
+    targets: Sequence[float | Target],
     prompt: Sequence[int],
     answer: Sequence[int],
     *,
-    rank: int = DEFAULT_RANK,
+    rank: int | None = None,
+    head_rank: int = HEAD_RANK,
+    look_ahead: float = 0.0,
     seed: int = 0,
 ) -> list[Forced]:
-    """A selector for each density of neurons, calibrated on a prompt and the tokens after it.
+    """A selector for each target, calibrated on a prompt and the tokens after it, where the model
+    lies. A bare number is a density of neurons.
 
-    The scores of a layer are centred neuron by neuron first: inputs have a common part, and with
-    it the same neurons would be chosen for every token. Then the bias is the quantile of all
-    scores. Raises InputError for a density outside of (0, 1].
+    rank: of neuron predictors; default: `default_rank`. look_ahead: in blocks, 0, 0.5 or 1; layers
+    that cannot look so far ahead predict from their own input.
+
+    The scores of a layer are centred entry by entry first: inputs have a common part, and with it
+    the same neurons would be chosen for every token. Then the bias is the quantile of all scores.
+    Raises InputError for a density outside of (0, 1].
     """
-    for density in densities:
-        if not 0.0 < density <= 1.0:
-            raise InputError(f"a density must lie in (0, 1], not {density:g}")
+    wanted = [t if isinstance(t, Target) else Target(t) for t in targets]
+    if look_ahead not in (0.0, 0.5, 1.0):
+        raise InputError(f"a look-ahead is 0, 0.5 or 1 block, not {look_ahead:g}")
     model = loaded.model
-    predictors = random_predictors(model.config, min(rank, model.config.hidden_size), seed=seed)
+    config, device = model.config, model.device
+    ranks = {
+        Site.NEURONS: default_rank(config.hidden_size) if rank is None else rank,
+        Site.HEADS: head_rank,
+    }
+    predictors: dict[Key, Predictor] = {}
+    for place, site in enumerate((Site.NEURONS, Site.HEADS)):
+        if site is Site.HEADS and all(t.heads == 1.0 for t in wanted):
+            continue
+        made = random_predictors(config, ranks[site], site=site, seed=seed + place, device=device)
+        predictors |= {(site, layer): predictor for layer, predictor in enumerate(made)}
     ids = torch.tensor([*prompt, *answer])
     forced = []
-    for density in densities:
-        calibrator = _Calibrator(predictors, density, len(prompt))
-        cache = model.new_cache(len(ids))
-        model.logits(ids, cache, calibrator, TorchOps(), last_only=True)
-        forced.append(Forced(model.config, predictors, calibrator.cuts, density))
+    for target in wanted:
+        calibrator = _Calibrator(predictors, target, len(prompt), look_ahead)
+        with on(device):
+            cache = model.new_cache(len(ids))
+            model.logits(ids, cache, calibrator, TorchOps(), last_only=True)
+        forced.append(Forced(config, predictors, calibrator.cuts, target, look_ahead))
     return forced
 
 
 class _Calibrator(Selector):
     """Sees a whole sequence at once, dense in its prompt and sparse after it as in decoding, and
-    lets each layer keep the asked share of all scores after the prompt.
+    lets each site keep the asked share of all scores after the prompt.
 
-    A layer is calibrated on the outputs of the sparse layers before it.
+    A layer is calibrated on the outputs of the sparse layers before it. Nothing waits for the
+    device on the way.
     """
 
     capturable = False
 
-    def __init__(self, predictors: Sequence[Predictor], density: float, prompt: int) -> None:
-        self._predictors, self._density, self._prompt = predictors, density, prompt
-        self.cuts: list[Cut] = []
+    def __init__(
+        self,
+        predictors: Mapping[Key, Predictor],
+        target: Target,
+        prompt: int,
+        look_ahead: float,
+    ) -> None:
+        self._predictors, self._target, self._prompt = predictors, target, prompt
+        self._look_ahead = look_ahead
+        self.cuts: dict[Key, Cut] = {}
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        if site is not Site.NEURONS:
+        density = self._target.of(site)
+        if site is Site.HEADS and density == 1.0:
             return None
-        scores = self._predictors[layer].scores(points.source(site, layer), ops)
+        x = points.source(site, layer, _distance(site, layer, self._look_ahead))
+        scores = self._predictors[site, layer].scores(x, ops)
         decoded = scores[self._prompt :]
         centre = decoded.mean(dim=0)
         centred = decoded - centre
-        bias = -centre - _threshold(centred, self._density)
-        self.cuts.append(Cut(bias, float(centred.std())))
+        bias = -centre - _threshold(centred, density)
+        self.cuts[site, layer] = Cut(bias, centred.std())
         used = scores + bias > 0
         used[: self._prompt] = True
         return Selection.from_mask(used)
 
 
-def _threshold(scores: Tensor, density: float) -> float:
-    """The value that the share `density` of the scores exceeds."""
+def _distance(site: Site, layer: int, look_ahead: float) -> float:
+    """The look-ahead of a site: none where it would reach before the first block."""
+    reach = layer + (0.5 if site is Site.NEURONS else 0.0)
+    return look_ahead if look_ahead <= reach else 0.0
+
+
+def _threshold(scores: Tensor, density: float) -> Tensor:
+    """The value that the share `density` of the scores exceeds, one number."""
     below = scores.numel() - round(density * scores.numel())
     if below == 0:
-        return -1e30
-    return float(scores.flatten().kthvalue(below).values)
+        return scores.new_tensor(-1e30)
+    return scores.flatten().kthvalue(below).values
 
 
-def _z(density: float, neurons: int) -> float:
+def _z(density: float, entries: int) -> float:
     """The value that a standard normal one exceeds with a probability of `density`."""
-    rare = 0.5 / neurons
+    rare = 0.5 / entries
     return NormalDist().inv_cdf(1.0 - min(max(density, rare), 1.0 - rare))

@@ -1,4 +1,5 @@
-"""What runs inside a peer's process: another program on a Hugging Face checkpoint."""
+"""What runs inside a peer's process: another program on a Hugging Face checkpoint, or on random
+weights in the shape of one."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from dejavu.errors import BackendError
 
 Prompt = Sequence[int]
+Source = Path | dict[str, Any]
+"""A folder with a checkpoint, or a `config.json` for random weights."""
 
 
 class Turn(NamedTuple):
@@ -42,19 +45,17 @@ class Transformers:
 
     label = "transformers eager"
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(
+        self, source: Source, dtype: str, threads: int | None, device: str = "cpu"
+    ) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(threads)
-        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, local_files_only=True
-        )
-        self._model.eval()  # type: ignore[no-untyped-call]
-        for parameter in self._model.parameters():
-            # Out of the mapped file, whose pages are small: ours lie in ordinary memory too.
-            parameter.data = parameter.data.clone()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        self._device = torch.device(device)
+        self._model: Any = _load(source, kind, self._device)
+        self._model.eval()
         # Its name has changed within a major version.
         known = signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in known else "past_key_values"
@@ -67,20 +68,91 @@ class Transformers:
         cache = DynamicCache(config=self._model.config)
         seconds, sampled = [], []
         with torch.inference_mode():
-            token = self._next(torch.tensor(prompts), cache)
+            token = self._next(torch.tensor(prompts, device=self._device), cache)
+            sampled.append(int(token[0]))
             for done in range(steps):
-                sampled.append(int(token[0]))
                 if fed is not None:
-                    token = torch.tensor([[ids[done]] for ids in fed])
+                    token = torch.tensor([[ids[done]] for ids in fed], device=self._device)
                 started = perf_counter()
                 token = self._next(token, cache)
+                sampled.append(int(token[0]))  # waits for the device
                 seconds.append(perf_counter() - started)
-        return Turn(seconds, [*sampled, int(token[0])])
+        return Turn(seconds, sampled)
 
     def _next(self, ids: Any, cache: Any) -> Any:
         """int64 `[B, 1]`: the likeliest tokens after ids `[B, T]`."""
         logits = self._model(ids, use_cache=True, **{self._cache_argument: cache}).logits
         return logits[:, -1].argmax(dim=-1, keepdim=True)
+
+
+class Generate(Transformers):
+    """`generate` as its users call it, timed through its streamer, which waits for every token.
+
+    It reads the tokens that it has sampled, whatever it is fed; dense as it is, that does not
+    change its time.
+    """
+
+    label = "transformers generate, eager"
+    _cache: str | None = None  # its own default
+
+    def decode(self, prompts: Sequence[Prompt], steps: int, fed: Sequence[Prompt] | None) -> Turn:
+        """See `Program.decode`."""
+        import torch
+
+        clock = _Clock()
+        defaults = self._model.generation_config
+        defaults.eos_token_id, defaults.pad_token_id = None, 0  # so that no end token ends it
+        ids = torch.tensor(prompts, device=self._device)
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1 + steps,
+            do_sample=False,
+            cache_implementation=self._cache,
+            streamer=clock,
+        )
+        if len(clock.times) != 2 + steps:
+            made = len(clock.times) - 1
+            raise BackendError(f"generate made {made} tokens, asked for were {1 + steps}")
+        return Turn([b - a for a, b in pairwise(clock.times[1:])], clock.tokens[1:])
+
+
+class Static(Generate):
+    """`generate` over a static cache, for which it compiles the decoding forward by itself."""
+
+    label = "transformers generate, static cache, compiled"
+    _cache = "static"
+
+
+class _Clock:
+    """A streamer: the time of each token, of the prompt first, and the first sequence's tokens."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+
+    def put(self, ids: Any) -> None:
+        self.tokens.append(int(ids.flatten()[0]))
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _load(source: Source, dtype: Any, device: Any) -> Any:
+    """A causal LM in eager transformers on a device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if isinstance(source, dict):
+        config = AutoConfig.for_model(**source)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+    for parameter in model.parameters():
+        # Out of the mapped file, whose pages are small: ours lie in ordinary memory too.
+        parameter.data = parameter.data.clone()
+    return model.to(device)
 
 
 class CTranslate2:
@@ -91,15 +163,19 @@ class CTranslate2:
     as it is, that does not change its time.
     """
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(
+        self, source: Source, dtype: str, threads: int | None, device: str = "cpu"
+    ) -> None:
+        assert isinstance(source, Path)
+        assert device == "cpu"
         ctranslate2: Any = import_module("ctranslate2")
         kind = {"int8": "int8", "fp32": "float32", "bf16": "bfloat16"}[dtype]
         if kind not in ctranslate2.get_supported_compute_types("cpu"):
             raise BackendError(f"CTranslate2 does not compute in {kind} on this CPU")
-        with tempfile.TemporaryDirectory(prefix="converted-", dir=folder) as converted:
-            _convert(folder, converted, kind)
+        with tempfile.TemporaryDirectory(prefix="converted-", dir=source) as converted:
+            _convert(source, converted, kind)
             self._generator = ctranslate2.Generator(
-                converted, device="cpu", compute_type=kind, intra_threads=threads
+                converted, device="cpu", compute_type=kind, intra_threads=threads or 0
             )
         self.label = f"CTranslate2 {self._generator.compute_type}"
 
@@ -128,8 +204,10 @@ class CTranslate2:
         return Turn([b - a for a, b in pairwise(times)], sampled)
 
 
-PROGRAMS: dict[str, Callable[[Path, str, int], Program]] = {
+PROGRAMS: dict[str, Callable[[Source, str, int | None, str], Program]] = {
     "transformers": Transformers,
+    "transformers-generate": Generate,
+    "transformers-static": Static,
     "ctranslate2": CTranslate2,
 }
 

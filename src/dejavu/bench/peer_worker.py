@@ -3,7 +3,7 @@
 A peer gets a process of its own because OpenMP counts the threads of all teams in a process: with
 two programs in one, libgomp sees more threads than cores, gives up spinning, and both wait in the
 kernel at every barrier. A step of transformers on a model of 30M parameters took twice as long in
-one process with an idle CTranslate2.
+one process with an idle CTranslate2. And when the process ends, its GPU memory is free again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def main() -> None:
 def _load(request: dict[str, Any]) -> Any:
     from dejavu.bench.peer_programs import PROGRAMS
 
+    source = request["config"] if "config" in request else Path(request["folder"])
     return PROGRAMS[request["program"]](
-        Path(request["folder"]), request["dtype"], request["threads"]
+        source, request["dtype"], request["threads"], request["device"]
     )
 
 

@@ -3,6 +3,9 @@
 They get our very weights, written as a Hugging Face checkpoint into a temporary folder. So any
 checkpoint that we read can be compared, and a named shape with random weights too. Each runs in a
 process of its own (`peer_worker` says why).
+
+Two copies of a large shape do not fit onto a GPU. There a peer gets random weights of its own,
+whose values change no dense program's time, and runs alone before ours are made.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dejavu.bench.arms import ArmInfo, Decoded, Prompt
 from dejavu.bench.export import export
 from dejavu.bench.subject import Subject
@@ -25,12 +30,26 @@ from dejavu.registry import unknown
 from dejavu.sparsity.accounting import dense_bytes
 
 # Each peer, and the best it can do where our weights are of a dtype.
+_TORCH_DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "bf16"}
 PEERS = {
-    "transformers": {"fp32": "fp32", "bf16": "bf16", "int8": "bf16"},
+    "transformers": _TORCH_DTYPES,
+    "transformers-generate": _TORCH_DTYPES,
+    "transformers-static": _TORCH_DTYPES,
     "ctranslate2": {"fp32": "fp32", "bf16": "int8", "int8": "int8"},
 }
-_TITLES = {"transformers": "transformers", "ctranslate2": "CTranslate2"}
-_NOTES = {"ctranslate2": ["reads its own tokens"]}
+DEFAULT_PEERS = {
+    "cpu": ("transformers",),
+    "cuda": ("transformers", "transformers-generate", "transformers-static"),
+}
+_TITLES = {"ctranslate2": "CTranslate2"}
+_OWN_TOKENS = "reads its own tokens"
+_NOTES = {
+    "ctranslate2": [_OWN_TOKENS],
+    "transformers-generate": [_OWN_TOKENS],
+    "transformers-static": [_OWN_TOKENS],
+}
+_ALONE = "ran alone, before our arms, on random weights of its own"
+_ON = {"ctranslate2": "cpu", "transformers-static": "cuda"}
 
 
 def parse_peer(name: str) -> tuple[str, str | None]:
@@ -45,39 +64,72 @@ def parse_peer(name: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def open_peer(name: str, subject: Subject, *, threads: int) -> Iterator[PeerArm]:
-    """A peer as `parse_peer` takes it; without a dtype, in the one nearest to the subject's.
+def open_peer(name: str, subject: Subject, *, threads: int | None) -> Iterator[PeerArm]:
+    """A peer as `parse_peer` takes it, on the subject's weights and device; without a dtype, in the
+    one nearest to the subject's.
 
     Raises InputError for an unknown name or dtype, BackendError where the peer cannot run here.
     """
-    program, dtype = parse_peer(name)
-    if find_spec(program) is None:
-        raise BackendError(f"{program} is not installed: pip install 'dejavu-llm[peers]'")
+    model = subject.loaded.model
+    program, dtype = _chosen(name, subject.loaded.dtype, model.device)
+    # bf16 halves what is written; only fp32 weights would lose by it.
+    written = "fp32" if "fp32" in (dtype, subject.loaded.dtype) else dtype
+    if written not in ("fp32", "bf16", "fp16"):
+        written = "bf16"
     with _Worker() as worker:
-        yield PeerArm(
-            worker, subject, program, dtype or PEERS[program][subject.loaded.dtype], threads
+        with tempfile.TemporaryDirectory(prefix="dejavu-bench-") as folder:
+            export(model, subject.hf_config, Path(folder), written)
+            loaded = worker.ask(
+                program=program,
+                folder=folder,
+                dtype=dtype,
+                threads=threads,
+                device=str(model.device),
+            )
+        info = _info(program, loaded["label"], dtype, threads)
+        yield PeerArm(worker, info, dense_bytes(model.weights, dtype))
+
+
+@contextmanager
+def open_random_peer(
+    name: str, config: dict[str, Any], dtype: str, device: torch.device
+) -> Iterator[PeerArm]:
+    """A peer on a GPU, with random weights in the shape of a `config.json`. dtype: where the name
+    has none. Raises as `open_peer`."""
+    program, dtype = _chosen(name, dtype, device)
+    with _Worker() as worker:
+        loaded = worker.ask(
+            program=program, config=config, dtype=dtype, threads=None, device=str(device)
         )
+        info = _info(program, loaded["label"], dtype, None)
+        info.notes.append(_ALONE)
+        yield PeerArm(worker, info, 0)
+
+
+def _chosen(name: str, ours: str, device: torch.device) -> tuple[str, str]:
+    """Program and dtype, beside weights of ours of some dtype."""
+    program, dtype = parse_peer(name)
+    module = program.partition("-")[0]
+    if find_spec(module) is None:
+        raise BackendError(f"{module} is not installed: pip install 'dejavu-llm[peers]'")
+    if _ON.get(program, device.type) != device.type:
+        raise BackendError(f"{program} is compared on {_ON[program]} only")
+    return program, dtype or PEERS[program][ours]
+
+
+def _info(program: str, label: str, dtype: str, threads: int | None) -> ArmInfo:
+    title = _TITLES.get(program, program)
+    return ArmInfo(f"{title} {dtype}", label, dtype, threads, notes=[*_NOTES.get(program, ())])
 
 
 class PeerArm:
     """A program in another process as an arm."""
 
-    def __init__(
-        self, worker: _Worker, subject: Subject, program: str, dtype: str, threads: int
-    ) -> None:
-        """Load it. Raises BackendError where it cannot be."""
-        model = subject.loaded.model
-        # bf16 halves what is written; only fp32 weights would lose by it.
-        written = "fp32" if "fp32" in (dtype, subject.loaded.dtype) else "bf16"
-        with tempfile.TemporaryDirectory(prefix="dejavu-bench-") as folder:
-            export(model, subject.hf_config, Path(folder), written)
-            loaded = worker.ask(program=program, folder=folder, dtype=dtype, threads=threads)
+    def __init__(self, worker: _Worker, info: ArmInfo, nbytes: int) -> None:
+        """worker: with the program loaded. nbytes: weights that a step reads."""
         self._worker = worker
-        self._bytes = dense_bytes(model.weights, dtype)
-        notes = list(_NOTES.get(program, ()))
-        self.info = ArmInfo(
-            f"{_TITLES[program]} {dtype}", loaded["label"], dtype, threads, notes=notes
-        )
+        self._bytes = nbytes
+        self.info = info
 
     def decode(
         self, prompts: Sequence[Prompt], steps: int, *, skip: int, fed: Sequence[Prompt] | None

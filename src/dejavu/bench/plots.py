@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dejavu.bench.result import BenchResult
+from dejavu.bench.result import BenchResult, Density
 from dejavu.errors import BackendError, InputError
 
 
@@ -32,7 +32,7 @@ def plot_density(result: BenchResult, path: Path) -> None:
         reach = [[spread.median - spread.p10], [spread.p90 - spread.median]]
         axes.errorbar(density.bytes, spread.median, yerr=reach, fmt="o", capsize=3, color="C0")
         axes.annotate(
-            f"{arm.name}\n{density.neurons:.0%} of neurons",
+            f"{arm.name}\n{_kept(density)}",
             (density.bytes, spread.median),
             textcoords="offset points",
             xytext=(8, 6 if place % 2 else -26),  # neighbours may lie close together
@@ -55,7 +55,8 @@ def plot_density(result: BenchResult, path: Path) -> None:
         )
     c = result.conditions
     weights = ", random weights: speed only" if result.random_weights else ""
-    axes.set_title(f"{result.name}, {c.dtype}, {c.threads} threads{weights}", fontsize=10)
+    title = f"{result.name}, {c.dtype}, batch {c.batch}, {_where(result)}{weights}"
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("weight bytes read for a token, share of the dense model's")
     axes.set_ylabel("ms/token")
     axes.set_xlim(0, 1.25)
@@ -63,3 +64,13 @@ def plot_density(result: BenchResult, path: Path) -> None:
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _kept(density: Density) -> str:
+    heads = "" if density.groups == 1.0 else f", {density.groups:.0%} of heads"
+    return f"{density.neurons:.0%} of neurons{heads}"
+
+
+def _where(result: BenchResult) -> str:
+    gpu = result.machine.gpu
+    return result.conditions.runs_on if gpu is None else gpu.name

@@ -11,12 +11,17 @@ from dejavu.bench.spread import Spread
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was run. shape: the fields of `ModelConfig`. isa: of our kernels. Lengths in tokens; a
-    repeat times `new_tokens` steps after `skipped` untimed ones, and the arms take turns."""
+    """What was run. shape: the fields of `ModelConfig`. weights: where they come from. threads: of
+    the CPU kernels, None on a GPU. isa: of our kernels. Lengths in tokens; a repeat times
+    `new_tokens` steps after `skipped` untimed ones, and the arms take turns (a peer's notes say
+    where it did not). rank, head_rank, look_ahead: of forced predictors of neurons, of heads, and
+    how many blocks ahead both select."""
 
     shape: dict[str, Any]
+    weights: str
     dtype: str
-    threads: int
+    device: str
+    threads: int | None
     isa: str
     batch: int
     prompt_tokens: int
@@ -24,7 +29,16 @@ class Conditions:
     skipped: int
     repeats: int
     sampling: str
+    rank: int
+    head_rank: int
+    look_ahead: float
     seed: int
+
+    @property
+    def runs_on(self) -> str:
+        """`8 threads (avx512)` or `cuda:0 (sm_90)`."""
+        threads = self.device if self.threads is None else f"{self.threads} threads"
+        return f"{threads} ({self.isa})"
 
 
 @dataclass(frozen=True)
@@ -32,8 +46,9 @@ class Density:
     """What the timed steps read, as shares of the dense model; of neurons and groups by layer.
 
     neurons: rows of up (and gate) read; active: rows of down; groups: KV groups whose query and
-    output rows were read. Under a batch these are of the step, the union of its rows. bytes: weight
-    bytes of a token, predictors included. asked: what a plan was forced to.
+    output rows were read. Under a batch these are of the step, the union of its rows, and
+    neurons_of_a_row is what one row used. bytes: weight bytes of a step, predictors included.
+    asked, asked_groups: densities of a row that a plan was forced to.
     """
 
     neurons: float
@@ -41,14 +56,17 @@ class Density:
     groups: float
     bytes: float
     neurons_by_layer: list[float]
+    neurons_of_a_row: float = 1.0
     asked: float | None = None
+    asked_groups: float | None = None
 
 
 @dataclass(frozen=True)
 class ArmResult:
     """One arm. Times are of whole steps over the rows of a step; GB are 1e9 bytes.
 
-    recorded: whether steps were replayed without Python (None: does not apply). repeat_medians:
+    threads: None on a GPU. recorded: whether steps were replayed without Python, from a CUDA graph
+    on a GPU (None: does not apply). repeat_medians:
     ms/token of each turn. of_bandwidth: achieved GB/s over the measured ones. of_roofline: time of
     the dense roofline over ours, above 1 where less is read than the dense model has; both None for
     cache-resident models. faster_than: other arms' ms/token over ours. agreeing: tokens up to the
@@ -58,7 +76,7 @@ class ArmResult:
     name: str
     program: str
     dtype: str
-    threads: int
+    threads: int | None
     recorded: bool | None
     ms_per_token: Spread
     repeat_medians: list[float]
@@ -86,7 +104,8 @@ class Missing:
 class BenchResult:
     """All arms of one run.
 
-    read_bandwidth: GB/s, the best of streaming sums between the turns, same threads. roofline_ms:
+    read_bandwidth: GB/s, the best of streaming sums between the turns, same threads or
+    all multiprocessors. roofline_ms:
     bytes of the dense model over it; no dense engine can be faster. None for cache-resident models
     (under 4 times the last-level cache), whose bytes do not all come from memory.
     """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dejavu.bench.arms import Arm, Decoded, Prompt
 from dejavu.bench.options import BenchOptions
-from dejavu.bench.subject import Subject, make_prompts
+from dejavu.bench.subject import random_ids, text_ids
+from dejavu.config import ModelConfig
 from dejavu.errors import InputError
+from dejavu.weights.checkpoint import Checkpoint
 
 
 class Script:
@@ -16,28 +18,34 @@ class Script:
     whole answer, and densities would follow the prompt.
     """
 
-    def __init__(self, subject: Subject, options: BenchOptions) -> None:
+    def __init__(
+        self, config: ModelConfig, options: BenchOptions, trained: Checkpoint | None
+    ) -> None:
+        """trained: where a trained model and its tokenizer came from; None: random weights."""
         self._options = options
         steps = options.skipped + options.new_tokens
-        context = subject.loaded.model.config.context_length
-        self.prompt_tokens = min(options.prompt_tokens, context - steps - 3)
+        self.prompt_tokens = min(options.prompt_tokens, config.context_length - steps - 3)
         if self.prompt_tokens < 1:
             raise InputError(
-                f"new_tokens {options.new_tokens} does not fit into the context of {context} "
-                "tokens together with a prompt"
+                f"new_tokens {options.new_tokens} does not fit into the context of "
+                f"{config.context_length} tokens together with a prompt"
             )
         self.max_model_len = self.prompt_tokens + steps + 3
         batch, repeats, seed = options.batch, options.repeats, options.seed
+        vocab_size, length = config.vocab_size, self.prompt_tokens
         self.fed: list[list[list[int]]] | None = None
-        if subject.random:
-            self._prompts = [make_prompts(subject, batch, self.prompt_tokens, seed=seed)] * repeats
+        if trained is None:
+            self._prompts = [random_ids(vocab_size, batch, length, seed=seed)] * repeats
             self.fed = [
-                make_prompts(subject, batch, steps, seed=seed + 1 + repeat)
+                random_ids(vocab_size, batch, steps, seed=seed + 1 + repeat)
                 for repeat in range(repeats)
             ]
+            return
+        if options.text is None:
+            ids = random_ids(vocab_size, batch * repeats, length)
         else:
-            ids = make_prompts(subject, batch * repeats, self.prompt_tokens, text=options.text)
-            self._prompts = [ids[i * batch : (i + 1) * batch] for i in range(repeats)]
+            ids = text_ids(trained, options.text, batch * repeats, length)
+        self._prompts = [ids[i * batch : (i + 1) * batch] for i in range(repeats)]
 
     @property
     def first_prompt(self) -> Prompt:

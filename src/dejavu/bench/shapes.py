@@ -33,6 +33,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    # Four of the 96 layers, which exceed any cache many times.
+    "opt-175b-layer": _opt(12288, 4, 96),
     # As Llama 3.2 1B, with the ReLU that makes its gate sparse (ProSparse, arXiv 2402.13516).
     "llama-1b-relu": {
         "model_type": "llama",

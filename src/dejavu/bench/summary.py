@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, median
 
-from dejavu.bench.arms import Arm, ArmInfo, Decoded, EngineArm
-from dejavu.bench.forced import Forced
+from dejavu.bench.arms import ArmInfo, Decoded
+from dejavu.bench.backend import Backend
+from dejavu.bench.forced import Forced, default_rank
 from dejavu.bench.machine import Machine, Origin
 from dejavu.bench.options import BenchOptions
 from dejavu.bench.result import ArmResult, BenchResult, Conditions, Density, Missing
 from dejavu.bench.spread import Spread
-from dejavu.bench.subject import RANDOM_NOTICE, Subject
-from dejavu.kernels.native import NativeOps
+from dejavu.bench.subject import RANDOM_NOTICE, Subject, weights_notice
+from dejavu.config import ModelConfig
 from dejavu.sparsity.accounting import LayerReads, dense_bytes
-from dejavu.sparsity.policy import Dense
+from dejavu.sparsity.policy import Dense, Selector
 
 _BUSY = 0.25  # load average over cores, before the run
 
@@ -23,26 +24,27 @@ _BUSY = 0.25  # load average over cores, before the run
 def summarize(
     subject: Subject,
     options: BenchOptions,
-    arms: Sequence[Arm],
+    arms: Sequence[ArmInfo],
     decoded: Sequence[Sequence[Decoded]],
     missing: list[Missing],
     *,
-    ops: NativeOps,
+    selectors: Mapping[str, Selector],
+    backend: Backend,
     prompt_tokens: int,
     bandwidth: float,
-    machine: Machine,
     started: Origin,
 ) -> BenchResult:
-    """decoded: the turns of each arm; the first arm is the dense one. bandwidth: GB/s."""
+    """decoded: the turns of each arm; the first arm is the dense one. selectors: of our arms, by
+    name. bandwidth: GB/s."""
+    machine = backend.machine
     config = subject.loaded.model.config
     total = dense_bytes(subject.loaded.model.weights)
     resident = total < 4 * machine.last_level_cache
     roofline = None if resident else total / bandwidth / 1e6
-    spreads = [_spread(turns, options.batch) for turns in decoded]
+    spreads = [Spread.of(milliseconds(turns, options.batch)) for turns in decoded]
     fed = subject.random
     results = []
-    for arm, turns, spread in zip(arms, decoded, spreads, strict=True):
-        info = arm.info
+    for info, turns, spread in zip(arms, decoded, spreads, strict=True):
         size = fmean(turn.step_bytes for turn in turns) / options.batch
         rate = size / spread.median / 1e6
         results.append(
@@ -60,13 +62,15 @@ def summarize(
                 of_bandwidth=None if resident else rate / bandwidth,
                 of_roofline=None if roofline is None else roofline / spread.median,
                 faster_than={
-                    other.info.name: theirs.median / spread.median
+                    other.name: theirs.median / spread.median
                     for other, theirs in zip(arms, spreads, strict=True)
-                    if other is not arm
+                    if other is not info
                 },
-                density=_density(arm, turns, size * options.batch / total),
+                density=_density(
+                    selectors.get(info.name), config, turns, size * options.batch / total
+                ),
                 agreeing=None if fed else _agreeing(turns[0], decoded[0][0]),
-                lopsided=lopsided(info, arms[0].info),
+                lopsided=lopsided(info, arms[0]),
                 notes=list(info.notes),
             )
         )
@@ -82,15 +86,20 @@ def summarize(
         warnings=_warnings(subject, resident, started, machine),
         conditions=Conditions(
             shape=asdict(config),
+            weights=weights_notice(subject),
             dtype=subject.loaded.dtype,
-            threads=ops.threads,
-            isa=ops.isa,
+            device=str(backend.device),
+            threads=backend.threads,
+            isa=backend.isa,
             batch=options.batch,
             prompt_tokens=prompt_tokens,
             new_tokens=options.new_tokens,
             skipped=options.skipped,
             repeats=options.repeats,
             sampling="greedy; the tokens read are random" if fed else "greedy",
+            rank=default_rank(config.hidden_size) if options.rank is None else options.rank,
+            head_rank=options.head_rank,
+            look_ahead=options.look_ahead,
             seed=options.seed,
         ),
         machine=machine,
@@ -111,24 +120,22 @@ def lopsided(arm: ArmInfo, dense: ArmInfo) -> list[str]:
     return found
 
 
-def _spread(turns: Sequence[Decoded], batch: int) -> Spread:
-    """ms a token over the steps of all turns."""
-    return Spread.of([1e3 * seconds / batch for turn in turns for seconds in turn.seconds])
+def milliseconds(turns: Sequence[Decoded], batch: int) -> list[float]:
+    """ms a token of every timed step of the turns."""
+    return [1e3 * seconds / batch for turn in turns for seconds in turn.seconds]
 
 
-def _density(arm: Arm, turns: Sequence[Decoded], share: float) -> Density | None:
-    """What one of our arms read; share: of the dense model's bytes."""
-    if not isinstance(arm, EngineArm):
-        return None
-    config = arm.model.config
+def _density(
+    selector: Selector | None, config: ModelConfig, turns: Sequence[Decoded], share: float
+) -> Density | None:
+    """What one of our arms read; share: of the dense model's bytes. None where nobody counted."""
     neurons, groups, layers = (
         config.intermediate_size,
         config.num_key_value_heads,
         config.num_hidden_layers,
     )
-    every = LayerReads(neurons, neurons, groups)
-    if isinstance(arm.selector, Dense):
-        reads = [[every] * layers]
+    if isinstance(selector, Dense):
+        reads = [[LayerReads(neurons, neurons, groups)] * layers]
     else:
         reads = [turn.reads for turn in turns if turn.reads is not None]
     if not reads:
@@ -138,13 +145,24 @@ def _density(arm: Arm, turns: Sequence[Decoded], share: float) -> Density | None
         [[_or(r.active, _or(r.neurons, neurons)) for r in turn] for turn in reads], neurons
     )
     used = _shares([[_or(r.groups, groups) for r in turn] for turn in reads], groups)
+    by_row = [
+        [
+            count if read.neurons is not None else neurons
+            for count, read in zip(turn.used, turn.reads, strict=True)
+        ]
+        for turn in turns
+        if turn.used is not None and turn.reads is not None
+    ]
+    target = selector.target if isinstance(selector, Forced) else None
     return Density(
         neurons=fmean(listed),
         active=fmean(active),
         groups=fmean(used),
         bytes=share,
         neurons_by_layer=listed,
-        asked=arm.selector.density if isinstance(arm.selector, Forced) else None,
+        neurons_of_a_row=fmean(_shares(by_row, neurons)) if by_row else 1.0,
+        asked=None if target is None else target.neurons,
+        asked_groups=None if target is None else target.heads,
     )
 
 
@@ -167,12 +185,12 @@ def _warnings(subject: Subject, resident: bool, started: Origin, machine: Machin
     found = [RANDOM_NOTICE] if subject.random else []
     if resident:
         found.append("cache-resident: the weights are under 4 times the last-level cache")
-    if not machine.caches:
+    if not machine.caches and machine.gpu is None:
         found.append(
             f"the size of the last-level cache is not known; {machine.last_level_cache >> 20} MiB "
             "are assumed"
         )
-    if started.load_average > _BUSY * machine.cores:
+    if machine.gpu is None and started.load_average > _BUSY * machine.cores:
         found.append(
             f"the machine was busy (load average {started.load_average:.1f} before the run): "
             "the times are too long"

@@ -30,6 +30,7 @@ def decode_table(result: BenchResult) -> RenderableType:
         "of dense roofline",
         "vs dense",
         "neurons",
+        "heads",
         "bytes",
     ):
         table.add_column(column, justify="right")
@@ -70,13 +71,14 @@ def _title(result: BenchResult) -> str:
     weights = ", random weights" if result.random_weights else ""
     return (
         f"{result.name}{weights}: {c.dtype}, batch {c.batch}, {c.prompt_tokens} prompt and "
-        f"{c.new_tokens} new tokens x {c.repeats}, {c.threads} threads"
+        f"{c.new_tokens} new tokens x {c.repeats}, {c.runs_on}"
     )
 
 
 def _caption(result: BenchResult) -> str:
     rate = f"read {result.read_bandwidth:.1f} GB/s"
-    bandwidth = f"{result.machine.cpu} ({result.conditions.isa}), {rate}"
+    gpu = result.machine.gpu
+    bandwidth = f"{result.machine.cpu if gpu is None else gpu.name}, {rate}"
     if result.roofline_ms is None:
         return bandwidth
     return f"{bandwidth}, dense roofline {result.roofline_ms:.2f} ms/token"
@@ -94,6 +96,7 @@ def _cells(arm: ArmResult, dense: ArmResult, result: BenchResult) -> Iterator[st
     yield "-" if arm.of_roofline is None else f"{arm.of_roofline:.0%}"
     yield f"{dense.ms_per_token.median / spread.median:.2f}x"
     yield "-" if arm.density is None else f"{arm.density.neurons:.1%}"
+    yield "-" if arm.density is None else f"{arm.density.groups:.0%}"
     yield f"{arm.bytes_per_token * result.conditions.batch / result.dense_bytes:.1%}"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dejavu.cli import options
+
+if TYPE_CHECKING:
+    from dejavu.bench.forced import Target
 
 
 def bench(
@@ -26,13 +29,20 @@ def bench(
     densities: Annotated[
         str | None,
         typer.Option(
-            "--densities", help="Neuron densities to force through real predictors, e.g. 0.05,0.1."
+            "--densities",
+            help="To force through real predictors: of neurons, or of neurons/heads, e.g. "
+            "0.05,0.1,0.1/0.5; none for none.",
         ),
     ] = None,
     peers: Annotated[
-        str,
-        typer.Option("--peers", help="transformers, ctranslate2, with :dtype if wanted, or none."),
-    ] = "transformers",
+        str | None,
+        typer.Option(
+            "--peers",
+            help="transformers, transformers-generate, transformers-static (compiled), "
+            "ctranslate2, with :dtype if wanted, or none.",
+        ),
+    ] = None,
+    device: options.Device = "cpu",
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Time the MLP of one layer alone instead.")
     ] = False,
@@ -40,6 +50,14 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Timed steps.")] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of every arm.")] = 5,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=1, help="Of forced predictors; default: 128, from 30B on 256."),
+    ] = None,
+    look_ahead: Annotated[
+        float,
+        typer.Option("--look-ahead", help="Blocks that forced plans predict ahead: 0, 0.5 or 1."),
+    ] = 0.0,
     isa: Annotated[
         str | None, typer.Option("--isa", help="portable, avx2 or avx512; default: the best.")
     ] = None,
@@ -62,13 +80,15 @@ def bench(
       dejavu bench --shape opt-1.3b --densities 0.05,0.1,0.3 --json out.json --plot out.png
 
       dejavu bench --shape opt-1.3b --kernels --dtype bf16
+
+      dejavu bench --shape opt-66b --device cuda --densities 0.1,0.1/0.5 --peers none
     """
-    from dejavu.bench.decode import BenchOptions, bench_subject
+    from dejavu.bench import decode
     from dejavu.bench.plots import plot_density
     from dejavu.bench.subject import open_subject
     from dejavu.bench.table import decode_table
     from dejavu.cli.output import console, progress, quiet, write_json
-    from dejavu.cli.sources import names, numbers
+    from dejavu.cli.sources import names
     from dejavu.errors import InputError
 
     if (model is None) == (shape is None):
@@ -78,38 +98,61 @@ def bench(
         return
     from dejavu.embedded import HELDOUT_TEXT
 
-    asked = BenchOptions(
-        densities=None if densities is None else numbers("--densities", densities),
-        peers=() if peers == "none" else names(peers),
+    asked = decode.BenchOptions(
+        densities=_targets(densities),
+        peers=None if peers is None else () if peers == "none" else names(peers),
         threads=threads,
         isa=isa,
         batch=batch,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         repeats=repeats,
+        rank=rank,
+        look_ahead=look_ahead,
         text=HELDOUT_TEXT,
     )
+    if plan is None and levels is not None:
+        raise InputError("--levels are a plan's, and no --plan is given")
     if shape is not None:
         _check_shape(shape)
-    subject = open_subject(shape or str(model), dtype=dtype)
-    selectors = {}
-    if plan is not None:
-        from dejavu.predictor.plan import load_plan
-
-        loaded = load_plan(plan)
-        # The arm `exact` is there in any case, with or without a plan.
-        wanted = names(levels) if levels else [n for n in loaded.levels if n != "exact"]
-        selectors = {f"plan {n}": loaded.selector(subject.loaded, n) for n in wanted}
-    elif levels is not None:
-        raise InputError("--levels are a plan's, and no --plan is given")
     with progress("turns") as update:
-        result = bench_subject(subject, selectors, asked, progress=update)
+        if plan is None:
+            result = decode.bench(
+                shape or str(model),
+                options=asked,
+                dtype=dtype,
+                device=device,
+                progress=update,
+                tell=console(stderr=True).print,
+            )
+        else:
+            from dejavu.predictor.plan import load_plan
+
+            subject = open_subject(shape or str(model), dtype=dtype, device=device)
+            loaded = load_plan(plan)
+            # The arm `exact` is there in any case, with or without a plan.
+            wanted = names(levels) if levels else [n for n in loaded.levels if n != "exact"]
+            selectors = {f"plan {n}": loaded.selector(subject.loaded, n) for n in wanted}
+            result = decode.bench_subject(subject, selectors, asked, progress=update)
     if not quiet(json_file):
         console().print(decode_table(result))
-    if plot is not None:
+    write_json(result.to_json(), json_file)
+    if plot is not None:  # after the JSON: this needs a package that may be missing
         plot_density(result, plot)
         console(stderr=True).print(f"wrote {plot}")
-    write_json(result.to_json(), json_file)
+
+
+def _targets(densities: str | None) -> tuple[Target, ...] | None:
+    from dejavu.bench.forced import Target
+    from dejavu.cli.sources import names
+    from dejavu.errors import InputError
+
+    if densities is None:
+        return None
+    try:
+        return tuple(Target.parse(part) for part in names(densities) if part != "none")
+    except InputError as error:
+        raise InputError(f"--densities: {error}") from error
 
 
 def _check_shape(shape: str) -> None:

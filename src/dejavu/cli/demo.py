@@ -101,7 +101,7 @@ def _table(quality: Comparison, speed: BenchResult, result: dict[str, Any]) -> T
     rates = result["tokens_per_second"]
     peer = next((arm.name for arm in speed.arms if arm.name.startswith("transformers")), None)
     table = Table(
-        title=f"relu-30m, int8, {speed.conditions.threads} threads ({speed.conditions.isa})",
+        title=f"relu-30m, int8, {speed.conditions.runs_on}",
         caption=f"Perplexity on {quality.dense.tokens} held-out tokens, each choosing for itself. "
         "Bytes: weights read for a token, predictors included.",
     )
