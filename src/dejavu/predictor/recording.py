@@ -25,8 +25,10 @@ Tick = Callable[[int, int], None]  # windows done, windows in all
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """inputs: fp16 `[N, D]` of a site and layer. head_norms: fp32 `[N, K]`, see `group_norms`. All on
-    the model's device."""
+    """inputs: fp16 `[N, D]` of a site and layer. head_norms: fp32 `[N, K]`, see `group_norms`.
+
+    All on the model's device.
+    """
 
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     head_norms: dict[int, Tensor] = field(default_factory=dict)
