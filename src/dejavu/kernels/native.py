@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from dejavu.kernels.compiled import (
     selection_handle,
 )
 from dejavu.kernels.matrix import Matrix
-from dejavu.kernels.ops import Activation, CacheView, Projection
+from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection, tile_size
 
 __all__ = ["NativeOps", "Program", "available_isas", "default_threads", "measure_read_bandwidth"]
@@ -368,6 +368,9 @@ class NativeOps:
         counter = self._input("counter", counter, 3, dtype=torch.int64)
         chosen = selection_handle(selection, selection.entries, rows, block=False)
         self._done(self._recorder.tally(chosen, rows, counter.data_ptr()), chosen, selection)
+
+    def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
+        return at_once(work)
 
     def argmax(self, x: Tensor) -> Tensor:
         rows, width = self._rows("x", x), x.shape[-1]

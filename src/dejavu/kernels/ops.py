@@ -11,14 +11,16 @@ F neurons. Activations are fp32; weights are `Matrix`. Everywhere `selection=Non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.selection import Selection
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class CacheView:
     values: Tensor
     block_table: Tensor
     lengths: Tensor
+
+
+def at_once(work: Callable[[], T]) -> Callable[[], T]:
+    """`Ops.ahead` where nothing runs beside anything."""
+    result = work()
+    return lambda: result
 
 
 class Ops(Protocol):
@@ -177,4 +185,12 @@ class Ops(Protocol):
 
     def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
         """counter int64 `[3]` += (entries read, entries used summed over rows, rows)."""
+        ...
+
+    def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Do work that what follows need not wait for; the returned function waits for its result.
+
+        On a GPU it runs beside the following ops (a branch of the captured graph), elsewhere at
+        once. What it reads must live until then, and every result must be waited for in the step.
+        """
         ...

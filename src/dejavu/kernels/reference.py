@@ -7,14 +7,14 @@ dtype, sums and results stay fp32. A decode step of fp16 or bf16 kernels rounds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dejavu.kernels.matrix import HALVES, Matrix
-from dejavu.kernels.ops import Activation, CacheView, Projection
+from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection
 
 
@@ -208,3 +208,6 @@ class TorchOps:
         read = selection.counts.sum()
         used = read * rows if selection.mask is None else selection.mask.sum()
         counter += torch.stack((read, used, read.new_tensor(rows))).to(counter.dtype)
+
+    def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
+        return at_once(work)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dejavu.kernels.device import CPU
-from dejavu.kernels.ops import Ops
+from dejavu.kernels.ops import Ops, Projection, at_once
 from dejavu.kernels.selection import Selection
 from dejavu.predictor.network import Predictor
 from dejavu.sparsity.meter import MeteredSelector
-from dejavu.sparsity.policy import Points, Site
+from dejavu.sparsity.policy import Points, Site, Stage
 
 Key = tuple[Site, int]
 
@@ -60,21 +61,55 @@ class PlanSelector(MeteredSelector):
             if choice.predictor is not None
         }
         self._buffers: dict[tuple[Site, int, int], Selection] = {}
+        self._by_source: dict[int, list[Key]] = {}
+        for (site, layer), choice in choices.items():
+            self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
+                (site, layer)
+            )
+        self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
+        self._counted: list[Callable[[], None]] = []
         self.predictor_bytes = sum(
             choice.predictor.nbytes for choice in choices.values() if choice.predictor is not None
         )
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        choice = self._choices.get((site, layer))
-        if choice is None:
-            return None
-        x = points.source(site, layer, choice.distance)
-        selection = self._buffer(site, layer, len(x), choice)
-        if choice.predictor is not None:
-            hidden = choice.predictor.project(x, ops)
-            ops.select(hidden, choice.predictor.second, self._biases[site, layer], out=selection)
-        self.meter.tally(site, layer, selection, len(x), ops)
-        return selection
+        self._start((site, layer), points, ops)
+        started = self._started.pop((site, layer), None)
+        return None if started is None else started()
+
+    def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
+        if stage is Stage.LOGITS:
+            for wait in self._counted:
+                wait()
+            self._counted.clear()
+
+    def _start(self, now: Key, points: Points, ops: Ops) -> None:
+        """Begin every selection that reads the point which `now` reads at distance 0.
+
+        Those of later places run ahead, beside the work until there.
+        """
+        keys = self._by_source.get(_point(*now), ())
+        if not keys:
+            return
+        x = points.source(*now)
+        predictors = {key: p for key in keys if (p := self._choices[key].predictor) is not None}
+
+        hidden: dict[Key, Tensor] = {}
+
+        def choose(key: Key) -> Selection:
+            if predictors and not hidden:  # by the first: one launch for all first stages
+                projected = ops.linear(x, [Projection(p.first) for p in predictors.values()])
+                hidden.update(zip(predictors, projected, strict=True))
+            selection = self._buffer(*key, len(x), self._choices[key])
+            if key in predictors:
+                ops.select(hidden[key], predictors[key].second, self._biases[key], out=selection)
+            return selection
+
+        for key in sorted(keys, key=lambda key: key != now):
+            run = at_once if key == now else ops.ahead
+            self._started[key] = run(partial(choose, key))
+            count = partial(self.meter.tally, *key, self._buffers[(*key, len(x))], len(x), ops)
+            self._counted.append(ops.ahead(count))
 
     def last(self, rows: int) -> tuple[list[Selection | None], list[Selection | None]]:
         """What the last step of so many rows selected, of neurons and of heads, by layer; None:
@@ -98,3 +133,8 @@ class PlanSelector(MeteredSelector):
                 found = self.meter.watch(layer, found)
             self._buffers[site, layer, rows] = found
         return found
+
+
+def _point(site: Site, layer: int, distance: float = 0.0) -> int:
+    """The number of the point that a place reads, see `Points.source`."""
+    return 2 * layer + (site == Site.NEURONS) - round(2 * distance)

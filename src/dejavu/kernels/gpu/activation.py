@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def activate(x, threshold, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+def activate(x, threshold, NAME: tl.constexpr):
     """See `kernels.ops.Activation`; NAME is its name."""
     if NAME == "relu":
         y = tl.where(x > 0, x, tl.where(x != x, x, 0.0))

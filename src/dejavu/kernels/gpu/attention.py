@@ -13,12 +13,12 @@ from dejavu.kernels.gpu.grid import begin, is_listed
 
 
 @triton.jit
-def attention_kernel(  # type: ignore[no-untyped-def]
+def attention_kernel(
     q, k, v, keys, values, table, lengths, y, scale, window, kv_heads, head_dim, max_blocks,
     indices, counts, mask, partial, arrived,
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one key/value head with its GROUP query heads, one split.
 
@@ -64,7 +64,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         top = tl.full([QUERIES], float("-inf"), tl.float32)
         weight = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, DIM], tl.float32)
-        for start in tl.range(first, end, TOKENS):
+        for start in tl.range(first, end, TOKENS, num_stages=STAGES):
             token = start + t
             inside = token < end
             old = inside & (token < length - 1)

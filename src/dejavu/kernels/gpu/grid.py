@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin(pdl: tl.constexpr):
     """Let the next kernel's programs come, wait for the results of the kernel before."""
     if pdl:
         gdc_launch_dependents()
@@ -22,14 +22,14 @@ def begin(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def running_counts(counts, tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+def running_counts(counts, tiles, TILES: tl.constexpr):
     """Entries listed in the tiles up to and with each: int32 `[TILES]` (TILES >= tiles)."""
     t = tl.arange(0, TILES)
     return tl.cumsum(tl.load(counts + t, mask=t < tiles, other=0), axis=0)
 
 
 @triton.jit
-def listed(indices, running, place, total, TILES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def listed(indices, running, place, total, TILES: tl.constexpr, TILE: tl.constexpr):
     """The entries at places `[P]` of the list of all tiles, one after the other; 0 beyond it.
 
     Tiles hold their own counts, so no pass over the whole selection makes one list of them: every
@@ -43,7 +43,7 @@ def listed(indices, running, place, total, TILES: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def is_listed(indices, counts, entry, inside, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def is_listed(indices, counts, entry, inside, TILE: tl.constexpr):
     """Whether entries `[P]` are listed."""
     tile = entry // TILE
     slot = tl.arange(0, TILE)
@@ -57,7 +57,7 @@ def is_listed(indices, counts, entry, inside, TILE: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def multiply(a, b, sums):  # type: ignore[no-untyped-def]
+def multiply(a, b, sums):
     """sums + a @ b with fp32 sums; one of the two are stored weights.
 
     Half-precision weights and inputs: plain tensor core products. Half-precision or int8 weights

@@ -9,7 +9,7 @@ from dejavu.kernels.gpu.grid import begin
 
 
 @triton.jit
-def norm_kernel(  # type: ignore[no-untyped-def]
+def norm_kernel(
     x, weight, bias, y, width, eps,
     CENTRED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,11 +34,11 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rope_kernel(  # type: ignore[no-untyped-def]
+def rope_kernel(
     x, positions, cos, sin, y, heads, head_dim, half,
     DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotates one head of one row, `[rows, heads, head_dim]`; the rest beyond 2 * half is copied."""
+    """Rotates a head of a row of `[rows, heads, head_dim]`; what lies beyond 2 * half is copied."""
     begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     at = (row * heads + head) * head_dim

@@ -7,7 +7,7 @@ replaces while a step is captured. Kernels run on the device of their tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,11 +21,12 @@ from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
 from dejavu.kernels.gpu.sums import sum_rows_kernel
 from dejavu.kernels.gpu.tuning import Tuning, power_of_two
 from dejavu.kernels.matrix import Matrix
-from dejavu.kernels.ops import Activation, CacheView, Projection
+from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection
 
 MAX_ROWS = 16
 _EVERYTHING = 1 << 30  # a window no context reaches
+ATTENTION = (64, 4, 1)
 _ARRIVALS = 1 << 14  # places where programs count themselves
 
 
@@ -55,6 +56,11 @@ class TritonOps:
                 and os.environ.get("TRITON_INTERPRET") != "1"
             )
         self.pdl = pdl
+        # Selections made ahead run on this stream; None (not a GPU): at once.
+        self._beside: Any = None
+        if self.device.type == "cuda":
+            self._beside = torch.cuda.Stream(self.device)
+        self._plain = False
         self._arrived = torch.zeros(_ARRIVALS, dtype=torch.int32, device=self.device)
 
     def embed(self, ids: Tensor, table: Matrix) -> Tensor:
@@ -127,8 +133,8 @@ class TritonOps:
             _EVERYTHING if window is None else window, kv_heads, head_dim,
             cache.block_table.stride(0), *_lists(selection), partial, self._arrived,
             BLOCK_TOKENS=cache.keys.shape[1], GROUP=group, QUERIES=queries, DIM=dim,
-            TOKENS=64 if dim <= 128 else 32, SPLITS=splits, SELECTED=selection is not None,
-            TILE=_tile(selection), num_warps=4,
+            TOKENS=ATTENTION[0], SPLITS=splits, SELECTED=selection is not None,
+            TILE=_tile(selection), STAGES=ATTENTION[2], num_warps=ATTENTION[1],
         )  # fmt: skip
         return y
 
@@ -161,7 +167,8 @@ class TritonOps:
             None if gate is None else gate.bias,
             a, flat, total, neurons, *_lists(selection),
             None if selection is None else selection.active, tiles, config.shares,
-            activation.threshold, LISTED=listed, ACTIVATION=activation.name, TILES=power_of_two(tiles),
+            activation.threshold, LISTED=listed, ACTIVATION=activation.name,
+            TILES=power_of_two(tiles),
             TILE=_tile(selection), ROWS=_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
             num_warps=config.warps,
@@ -180,8 +187,9 @@ class TritonOps:
         config = self.tuning.select(rows, rank)
         self._launch(
             select_kernel, (tiles,),
-            hidden, rows, rank, weight.data, weight.scale, bias, *_lists(out), weight.rows,
-            TILE=tile, ROWS=_rows(rows), WIDTH=config.width, EVEN=rank % config.width == 0,
+            hidden, rows, weight.data, weight.scale, bias, *_lists(out), weight.rows,
+            RANK=rank, TILE=tile, ROWS=_rows(rows), WIDTH=config.width,
+            EVEN=rank % config.width == 0,
             STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
         return out
@@ -209,6 +217,27 @@ class TritonOps:
             tally_kernel, (1,), selection.counts, selection.mask, counter, tiles, rows,
             selection.entries, TILES=power_of_two(tiles), WIDTH=4096, num_warps=4,
         )  # fmt: skip
+
+    def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
+        """On a stream of its own. `work` is `linear`, `select` and `tally` only: sums and attention
+        share a workspace with the main stream's."""
+        if self._beside is None:
+            return at_once(work)
+        with torch.cuda.device(self.device):
+            main = torch.cuda.current_stream()
+            self._beside.wait_stream(main)
+            with torch.cuda.stream(self._beside):
+                self._plain = True
+                result = work()
+                done = self._beside.record_event()
+            self._plain = False
+
+        def wait() -> T:
+            torch.cuda.current_stream(self.device).wait_event(done)
+            self._plain = True
+            return result
+
+        return wait
 
     def _norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool
@@ -288,9 +317,10 @@ class TritonOps:
             sum_rows_kernel, (blocks, config.shares),
             x, rows, width, weight.data, weight.scale, bias,
             None if residual is None else residual.contiguous(), out, columns,
-            flat, total, *_lists(selection), tiles, entries, max(1, width // entries),
+            flat, total, *_lists(selection), tiles, entries,
             partial, self._arrived, config.shares,
-            LIST=kind, SKIP=skip, JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=_tile(selection),
+            LIST=kind, SKIP=skip, CHANNELS=max(1, width // entries), JOIN=16 if rows == 1 else 2,
+            TILES=power_of_two(tiles), TILE=_tile(selection),
             ROWS=_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,
             num_warps=config.warps,
@@ -298,11 +328,17 @@ class TritonOps:
         return out
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """On the device of the tensors, whichever is current."""
+        """On the device of the tensors, whichever is current.
+
+        After a wait for another stream a launch is a plain one: what it depends on is then not only
+        the kernel before it.
+        """
+        pdl = self.pdl and not self._plain
+        self._plain = False
+        if pdl:
+            options["launch_pdl"] = True
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self.pdl:
-                options["launch_pdl"] = True
-            kernel[grid](*arguments, PDL=self.pdl, **options)
+            kernel[grid](*arguments, PDL=pdl, **options)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -15,12 +15,12 @@ from dejavu.kernels.gpu.grid import begin, is_listed, multiply
 
 
 @triton.jit
-def dots(  # type: ignore[no-untyped-def]
+def dots(
     x, w, row, valid, rows, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BLOCK, ROWS]`: weight rows `row` (int64 `[BLOCK]`) times the inputs `[rows, width]`."""
+    """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times the inputs `[rows, width]`."""
     place = tl.arange(0, WIDTH)
     if ROWS == 1:
         sums = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -61,7 +61,7 @@ def dots(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _project_block(  # type: ignore[no-untyped-def]
+def _project_block(
     x, w, scale, bias, y, indices, counts, mask, first, outputs, entries, channels, rows, width,
     SELECTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -98,7 +98,7 @@ def _project_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def project_kernel(  # type: ignore[no-untyped-def]
+def project_kernel(
     x, rows, width,
     w0, scale0, bias0, y0, outputs0, programs0,
     w1, scale1, bias1, y1, outputs1, programs1,
@@ -108,7 +108,7 @@ def project_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to three projections of the same input `[rows, width]`, one after the other in the grid."""
+    """Up to three projections of the same input `[rows, width]`, side by side in the grid."""
     begin(PDL)
     program = tl.program_id(0)
     if program < programs0:
@@ -133,7 +133,7 @@ def project_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def up_kernel(  # type: ignore[no-untyped-def]
+def up_kernel(
     x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
     indices, counts, mask, active, tiles, parts, threshold,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
@@ -159,7 +159,7 @@ def up_kernel(  # type: ignore[no-untyped-def]
         rounds = tl.cdiv(count - part, parts * BLOCK)
     else:
         rounds = 1
-    live = 0
+    live = tl.zeros([], tl.int32)
     for turn in tl.range(0, rounds):
         if LISTED:
             slot = part + parts * (turn * BLOCK + slots)

@@ -10,7 +10,7 @@ from dejavu.kernels.gpu.rows import dots
 
 
 @triton.jit
-def _list(used, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _list(used, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE: tl.constexpr):
     """Write one tile's list, count and mask from `used`, bool `[TILE, ROWS]`."""
     used = used & valid[:, None] & (n[None, :] < rows)
     chosen = tl.max(used.to(tl.int32), axis=1)
@@ -25,10 +25,10 @@ def _list(used, entry, valid, n, rows, indices, counts, mask, entries, tile, TIL
 
 
 @triton.jit
-def select_kernel(  # type: ignore[no-untyped-def]
-    hidden, rows, rank, weight, scale, bias, indices, counts, mask, entries,
-    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+def select_kernel(
+    hidden, rows, weight, scale, bias, indices, counts, mask, entries,
+    RANK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile a program: listed is what scores `weight . hidden + bias > 0` in some row."""
     begin(PDL)
@@ -36,9 +36,19 @@ def select_kernel(  # type: ignore[no-untyped-def]
     entry = tile * TILE + tl.arange(0, TILE)
     valid = entry < entries
     n = tl.arange(0, ROWS)
-    score = dots(
-        hidden, weight, entry.to(tl.int64), valid, rows, rank, ROWS, TILE, WIDTH, EVEN, STAGES
-    )
+    row = entry.to(tl.int64)
+    if ROWS == 1:
+        # Unrolled, so that all of a tile's loads are on their way before the first is used.
+        sums = tl.zeros([TILE, WIDTH], tl.float32)
+        for start in tl.static_range(0, RANK, WIDTH):
+            k = start + tl.arange(0, WIDTH)
+            held = valid[:, None] & (k < RANK)[None, :]
+            part = tl.load(weight + row[:, None] * RANK + k[None, :], mask=held, other=0.0)
+            value = tl.load(hidden + k, mask=k < RANK, other=0.0)
+            sums += part.to(tl.float32) * value[None, :]
+        score = tl.sum(sums, axis=1)[:, None]
+    else:
+        score = dots(hidden, weight, row, valid, rows, RANK, ROWS, TILE, WIDTH, EVEN, STAGES)
     if scale is not None:
         score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
     score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]
@@ -46,7 +56,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ones(word):  # type: ignore[no-untyped-def]
+def _ones(word):
     """Bits set in each int64."""
     word = word - ((word >> 1) & 0x5555555555555555)
     word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
@@ -55,7 +65,7 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sign_kernel(  # type: ignore[no-untyped-def]
+def sign_kernel(
     x, rows, width, signs, words, thresholds, indices, counts, mask, entries,
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +95,7 @@ def sign_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def tally_kernel(  # type: ignore[no-untyped-def]
+def tally_kernel(
     counts, mask, counter, tiles, rows, entries,
     TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -14,18 +14,18 @@ from dejavu.kernels.gpu.grid import begin, listed, multiply, running_counts
 
 
 @triton.jit
-def sum_rows_kernel(  # type: ignore[no-untyped-def]
+def sum_rows_kernel(
     x, rows, width, w, scale, bias, residual, out, columns,
-    flat, flat_total, indices, counts, mask, tiles, entries, channels,
+    flat, flat_total, indices, counts, mask, tiles, entries,
     partial, arrived, shares,
-    LIST: tl.constexpr, SKIP: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
+    LIST: tl.constexpr, SKIP: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
 
     LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
-    "tiles": blocks of `channels` rows that a selection lists, x[:, i] with row i. SKIP: a row of w
+    "tiles": blocks of CHANNELS rows that a selection lists, x[:, i] with row i. SKIP: a row of w
     whose coefficients are all 0 is not read.
     partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
     left at 0. JOIN: partial sums that are loaded together.
@@ -38,10 +38,10 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
         total = tl.load(flat_total)
     elif LIST == "tiles":
         if TILES == 1:
-            total = tl.load(counts) * channels
+            total = tl.load(counts) * CHANNELS
         else:
             running = running_counts(counts, tiles, TILES)
-            total = tl.max(running, axis=0) * channels
+            total = tl.max(running, axis=0) * CHANNELS
     else:
         total = width
     n = tl.arange(0, ROWS)
@@ -59,10 +59,10 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
             at = place
         elif LIST == "tiles":
             if TILES == 1:
-                entry = tl.load(indices + place // channels, mask=valid, other=0)
+                entry = tl.load(indices + place // CHANNELS, mask=valid, other=0)
             else:
-                entry = listed(indices, running, place // channels, total, TILES, TILE)
-            i = entry * channels + place % channels
+                entry = listed(indices, running, place // CHANNELS, total, TILES, TILE)
+            i = entry * CHANNELS + place % CHANNELS
             at = i
         else:
             i = place
@@ -91,7 +91,7 @@ def sum_rows_kernel(  # type: ignore[no-untyped-def]
             a = tl.load(x + n[:, None].to(tl.int64) * width + at[None, :], mask=held, other=0.0)
             if mask is not None:
                 used = tl.load(
-                    mask + n[:, None] * entries + (i // channels)[None, :], mask=held, other=0
+                    mask + n[:, None] * entries + (i // CHANNELS)[None, :], mask=held, other=0
                 )
                 a = tl.where(used != 0, a, 0.0)
             read = valid

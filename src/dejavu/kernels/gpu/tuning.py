@@ -50,11 +50,8 @@ class Tuning:
             return found
         if rows > 1:
             return Config(16 if outputs <= 64 * self.processors else 64, 128, 3, 4)
-        width = min(power_of_two(width), 1024)
-        block = 8
-        while block > 1 and outputs < 2 * block * self.processors:
-            block //= 2
-        return Config(block, width, 1, 4)
+        few = outputs < 4 * self.processors  # a predictor's first stage
+        return Config(1 if few else 4, min(power_of_two(width), 1024), 4 if few else 1, 4)
 
     def up(self, rows: int, neurons: int, width: int, itemsize: int, listed: bool) -> Config:
         """The first half of the MLP."""
@@ -64,7 +61,7 @@ class Tuning:
             return found
         if rows > 1:
             return Config(16, 128, 3, 4, 4)
-        return Config(2 if listed else 4, min(power_of_two(width), 1024), 1, 4, 4)
+        return Config(2 if listed else 4, min(power_of_two(width), 1024), 1, 4, 6)
 
     def sums(self, rows: int, width: int, columns: int, itemsize: int, kind: str) -> Config:
         """Sums of stored rows; kind: all, flat or tiles."""
@@ -74,7 +71,9 @@ class Tuning:
         if rows > 1:
             config = Config(32, 128, 3, 4)
         else:
-            config = Config(16, min(power_of_two(columns), 512), 1, 4)
+            config = Config(16, min(power_of_two(columns), 512), 1 if kind == "flat" else 3, 4)
+            if kind == "flat" and columns < 8192:
+                config = Config(128, 64, 1, 4)
         blocks = -(-columns // config.width)
         shares = max(1, min(4 * self.processors // blocks, -(-width // config.block), 64))
         return config._replace(shares=shares)
