@@ -8,7 +8,13 @@ NATIVE := CMakeLists.txt $(wildcard src/dejavu/kernels/cpu/*)
 
 RESULTS := docs/results
 
-.PHONY: demo test check results embedded clean
+# Evaluation data, and the state of runs that go on where they were interrupted.
+DATA ?= evaldata
+STATE ?= build/suite
+SMOLLM2 ?=
+SMOLLM2_PLAN ?=
+
+.PHONY: demo test check results suite embedded clean
 
 demo: $(STAMP)
 	$(BIN)/dejavu demo
@@ -50,6 +56,24 @@ results: $(STAMP)
 		--json $(RESULTS)/bench-opt-1.3b-int8.json
 	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype bf16 --json $(RESULTS)/mlp-bf16.json
 	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype int8 --json $(RESULTS)/mlp-int8.json
+
+# The field's tasks, dense and sparse: about an hour on 2 cores for relu-30m. SMOLLM2 (a folder, file or
+# Hub id) and SMOLLM2_PLAN add a second model.
+SUITE = $(BIN)/dejavu eval $(1) --suite paper --data $(DATA) -n 65536
+suite: $(STAMP)
+	mkdir -p $(RESULTS)
+	$(call SUITE,relu-30m --plan relu-30m) --out $(STATE)/relu-30m \
+		--json $(RESULTS)/suite-relu-30m.json
+	$(call SUITE,relu-30m --plan relu-30m) --shots 5 --limit 100 --out $(STATE)/relu-30m \
+		--json $(RESULTS)/suite-relu-30m-5shot.json
+	$(call SUITE,relu-30m --plan relu-30m) --prompts sparse --out $(STATE)/relu-30m-sparse \
+		--json $(RESULTS)/suite-relu-30m-sparse.json
+ifneq ($(SMOLLM2),)
+	$(call SUITE,$(SMOLLM2) --plan $(SMOLLM2_PLAN)) --limit 200 --out $(STATE)/smollm2 \
+		--json $(RESULTS)/suite-smollm2.json
+	$(call SUITE,$(SMOLLM2) --plan $(SMOLLM2_PLAN)) --shots 5 --limit 100 --out $(STATE)/smollm2 \
+		--json $(RESULTS)/suite-smollm2-5shot.json
+endif
 
 clean:
 	rm -rf build $(VENV)
