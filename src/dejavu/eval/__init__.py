@@ -1,1 +1,1 @@
-"""Quality: perplexity on a text, dense and sparse side by side."""
+"""Quality: perplexity of texts and the tasks of the field, dense and sparse side by side."""
