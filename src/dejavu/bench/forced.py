@@ -141,9 +141,7 @@ def random_predictors(
 
     def matrix(rows: int, columns: int) -> Matrix:
         shape = rows, columns
-        data = torch.randint(
-            -127, 128, shape, dtype=torch.int8, generator=generator, device=device
-        )
+        data = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator, device=device)
         scale = torch.full((rows,), columns**-0.5 / _BYTE_SPREAD, device=device)
         return Matrix(data, scale)
 

@@ -123,9 +123,7 @@ def make_prompts(
 def random_ids(vocab_size: int, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
     """`count` lists of `length` token ids each."""
     generator = torch.Generator().manual_seed(seed)
-    ids: list[list[int]] = torch.randint(
-        vocab_size, (count, length), generator=generator
-    ).tolist()
+    ids: list[list[int]] = torch.randint(vocab_size, (count, length), generator=generator).tolist()
     return ids
 
 

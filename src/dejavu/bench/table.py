@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dejavu.bench.kernels import KernelBench
 from dejavu.bench.result import ArmResult, BenchResult
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from dejavu.bench.gpu_kernels import GPUKernelBench
+    from dejavu.bench.kernels import KernelBench
 
 
 def decode_table(result: BenchResult) -> RenderableType:
@@ -61,6 +63,38 @@ def kernel_table(result: KernelBench) -> RenderableType:
             f"{one.gb_per_second:.1f}",
             f"{one.of_bandwidth:.0%}",
             f"{one.speedup:.2f}x",
+            f"{one.warm_us.median:.1f}",
+        )
+    return table
+
+
+def gpu_kernel_table(result: GPUKernelBench) -> RenderableType:
+    """One line for each way to compute the MLP."""
+    from rich.table import Table
+
+    shape, gpu = result.shape, result.machine.gpu
+    table = Table(
+        title=f"MLP {shape.hidden_size}/{shape.intermediate_size}, {result.dtype}, one row, "
+        f"{result.device if gpu is None else gpu.name}; read bandwidth "
+        f"{result.read_bandwidth:.1f} GB/s; predictor of rank {result.rank}",
+        title_justify="left",
+    )
+    table.add_column("kernel")
+    others = ("cuBLAS", "dense", "index_select")
+    for column in ("density", "us", "p10-p90", "GB/s", "of bandwidth"):
+        table.add_column(column, justify="right")
+    for column in (*(f"vs {other}" for other in others), "warm us"):
+        table.add_column(column, justify="right")
+    for one in result.results:
+        ratios = (one.faster_than.get(other) for other in others)
+        table.add_row(
+            one.name,
+            "all" if one.density == 1.0 else f"{one.density:.1%}",
+            f"{one.us.median:.1f}" + ("" if one.cold else " (cache)"),
+            f"{one.us.p10:.1f}-{one.us.p90:.1f}",
+            f"{one.gb_per_second:.0f}",
+            f"{one.of_bandwidth:.0%}",
+            *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
             f"{one.warm_us.median:.1f}",
         )
     return table

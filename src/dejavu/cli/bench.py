@@ -94,7 +94,9 @@ def bench(
     if (model is None) == (shape is None):
         raise InputError("give a MODEL or a --shape, one of the two")
     if kernels:
-        _kernels(shape or str(model), densities, dtype, threads, isa, repeats, json_file)
+        _kernels(
+            shape or str(model), densities, dtype, device, threads, isa, repeats, rank, json_file
+        )
         return
     from dejavu.embedded import HELDOUT_TEXT
 
@@ -168,29 +170,41 @@ def _kernels(
     source: str,
     densities: str | None,
     dtype: str,
+    device: str,
     threads: int | None,
     isa: str | None,
     repeats: int,
+    rank: int | None,
     json_file: Path | None,
 ) -> None:
     from dejavu.bench.kernels import MLPShape, bench_mlp
     from dejavu.bench.shapes import SHAPES, hf_config
-    from dejavu.bench.table import kernel_table
+    from dejavu.bench.subject import shape_dtype
+    from dejavu.bench.table import gpu_kernel_table, kernel_table
     from dejavu.cli.output import console, quiet, write_json
     from dejavu.cli.sources import numbers
+    from dejavu.kernels.device import resolve_device
     from dejavu.registry import architecture
     from dejavu.weights.checkpoint import open_checkpoint
 
+    target = resolve_device(device)
     raw = hf_config(source) if source in SHAPES else open_checkpoint(source).config
     config = architecture(raw.get("model_type")).config_from_hf(raw)
-    result = bench_mlp(
-        MLPShape(config.hidden_size, config.intermediate_size, config.gated_mlp),
-        numbers("--densities", densities or "0.05,0.1,0.2,0.5"),
-        dtype="bf16" if dtype == "auto" else dtype,
-        threads=threads,
-        isa=isa,
-        repeats=repeats,
-    )
+    shape = MLPShape(config.hidden_size, config.intermediate_size, config.gated_mlp)
+    wanted = numbers("--densities", densities or "0.05,0.1,0.2,0.5")
+    dtype = shape_dtype(dtype, target)
+    if target.type == "cuda":
+        from dejavu.bench.gpu_kernels import bench_mlp_on_gpu
+
+        options.refuse_without_effect({"--threads": threads, "--isa": isa}, "of the CPU's kernels")
+        on_gpu = bench_mlp_on_gpu(
+            shape, wanted, device=target, dtype=dtype, rank=rank, repeats=repeats
+        )
+        table, told = gpu_kernel_table(on_gpu), on_gpu.to_json()
+    else:
+        options.refuse_without_effect({"--rank": rank}, "no predictor runs in --kernels on a CPU")
+        result = bench_mlp(shape, wanted, dtype=dtype, threads=threads, isa=isa, repeats=repeats)
+        table, told = kernel_table(result), result.to_json()
     if not quiet(json_file):
-        console().print(kernel_table(result))
-    write_json(result.to_json(), json_file)
+        console().print(table)
+    write_json(told, json_file)
