@@ -61,7 +61,7 @@ def sum_rows_kernel(
             if TILES == 1:
                 entry = tl.load(indices + place // CHANNELS, mask=valid, other=0)
             else:
-                entry = listed(indices, running, place // CHANNELS, total, TILES, TILE)
+                entry = listed(indices, running, place // CHANNELS, total // CHANNELS, TILES, TILE)
             i = entry * CHANNELS + place % CHANNELS
             at = i
         else:
