@@ -5,30 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dejavu.bench.forced import Target, force, random_predictors
+from dejavu.bench.forced import Target, default_rank, force, random_predictors
 from dejavu.bench.subject import make_prompts
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
+from dejavu.errors import InputError
 from dejavu.kernels.native import NativeOps
 from dejavu.sparsity.policy import Site
 
 PROMPT, ANSWER = 10, 40
 
 
-def masks(subject, selector, prompt, answer):
-    """bool `[tokens, layers, neurons]` of what the engine's own steps selected."""
+def masks(subject, selector, prompt, answer, site=Site.NEURONS):
+    """bool `[tokens, layers, entries]` of what the engine's own steps selected."""
     engine = Engine(
         subject.loaded, selector, max_batch=1, eos_token_ids=(), ops=NativeOps(1), max_model_len=64
     )
     request = engine.add(prompt, SamplingParams(max_tokens=len(answer) + 2, ignore_eos=True))
     engine.step()
+    selector.reset()
     found = []
     for token in answer:
         request.token_ids[-1] = token
         engine.step()
         found.append(
             torch.stack(
-                [selector._buffers[Site.NEURONS, layer, 1].to_mask(1)[0] for layer in range(3)]
+                [selector._buffers[site, layer, 1].to_mask(1)[0] for layer in range(3)]
             ).clone()
         )
     return torch.stack(found)
@@ -46,6 +48,51 @@ def test_density_and_variety(tiny, asked):
         kept = (chosen[1:] & chosen[:-1]).sum() / chosen[1:].sum()
         assert kept < asked + 0.1  # what a token shares with the one before is hardly above chance
         assert chosen.float().mean(dim=0).max() < 0.85  # no neuron is chosen for every token
+
+
+@pytest.mark.parametrize("look_ahead", [0.0, 0.5, 1.0])
+def test_heads_are_forced_beside_neurons(tiny, look_ahead):
+    prompt = make_prompts(tiny, 1, PROMPT, seed=1)[0]
+    answer = make_prompts(tiny, 1, ANSWER, seed=2)[0]
+    (forced,) = force(
+        tiny.loaded, (Target(0.2, 0.5),), prompt, answer, head_rank=3, look_ahead=look_ahead
+    )
+    for _ in range(4):
+        chosen = masks(tiny, forced, prompt, answer, Site.HEADS)
+        if forced.correct() < 0.01:
+            break
+    assert chosen.shape == (ANSWER, 3, 4)
+    assert chosen.float().mean().item() == pytest.approx(0.5, abs=0.03)
+    assert forced.meter.used(Site.HEADS) == pytest.approx([2, 2, 2], abs=0.5)
+    heads = 3 * (3 * (32 + 4) + 4 * (3 + 4) + 4 * 4)
+    neurons = 3 * (32 * (32 + 4) + 200 * (32 + 4) + 4 * 200)
+    assert forced.predictor_bytes == heads + neurons
+    distances = {key: choice.distance for key, choice in forced._choices.items()}
+    assert distances[Site.HEADS, 0] == 0.0
+    assert distances[Site.NEURONS, 0] == (0.5 if look_ahead == 0.5 else 0.0)
+    assert distances[Site.HEADS, 1] == distances[Site.NEURONS, 2] == look_ahead
+
+
+def test_targets():
+    assert Target.parse("0.1") == Target(0.1, 1.0)
+    assert Target.parse("0.1/0.5") == Target(0.1, 0.5)
+    assert Target(0.1).label == "forced 0.1"
+    assert Target(0.024, 0.5).label == "forced 0.024, heads 0.5"
+    for wrong in ("", "a", "0.1/", "0.1/0.5/1", "0", "1.5", "0.5/0"):
+        with pytest.raises(InputError):
+            Target.parse(wrong)
+
+
+def test_ranks_and_look_ahead(tiny):
+    assert [default_rank(width) for width in (768, 4096, 7168, 9216, 12288)] == [
+        128,
+        128,
+        256,
+        256,
+        256,
+    ]
+    with pytest.raises(InputError, match="look-ahead"):
+        force(tiny.loaded, (0.1,), [1], [2, 3], look_ahead=2.0)
 
 
 def test_correction_leads_from_a_wrong_density_to_the_asked_one(tiny):

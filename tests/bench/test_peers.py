@@ -12,7 +12,7 @@ import torch
 
 from dejavu.bench.arms import engine_arms
 from dejavu.bench.export import export
-from dejavu.bench.peer_programs import CTranslate2, Transformers
+from dejavu.bench.peer_programs import CTranslate2, Generate, Transformers
 from dejavu.bench.peers import _Worker, open_peer, parse_peer
 from dejavu.bench.subject import make_prompts, random_subject
 from dejavu.errors import BackendError, InputError
@@ -80,6 +80,19 @@ def test_both_say_what_our_dense_arm_says(tiny, transformers, ctranslate2):
     ours = arm.decode(prompts, 6, skip=0, fed=None)
     for arm in (transformers, ctranslate2):
         assert arm.decode(prompts, 6, skip=0, fed=None).token_ids == ours.token_ids
+
+
+def test_generate_and_its_loop_say_the_same_on_given_and_on_random_weights(tiny, tmp_path):
+    export(tiny.loaded.model, tiny.hf_config, tmp_path, "fp32")
+    prompts = make_prompts(tiny, 2, 9, seed=4)
+    eager, generate = (kind(tmp_path, "fp32", 1) for kind in (Transformers, Generate))
+    for prompt in (prompts, prompts[:1]):
+        ours, theirs = (program.decode(prompt, 6, None) for program in (eager, generate))
+        assert ours.token_ids == theirs.token_ids
+        assert len(ours.seconds) == len(theirs.seconds) == 6
+    bare = Generate(dict(TINY), "bf16", 1)
+    assert bare._model.dtype == torch.bfloat16
+    assert len(bare.decode(prompts, 5, prompts).seconds) == 5
 
 
 def test_nothing_is_left_behind(tiny, tmp_path, monkeypatch):
