@@ -149,6 +149,7 @@ def test_the_suites_tasks_in_the_harness(
     )
     names = sorted(manager.all_tasks)
     assert names == sorted(f"dejavu_{name}" for name in SUITES["paper"])
+    assert len(manager.load(["dejavu_wikitext2"])["tasks"]["dejavu_wikitext2"].test_docs()) == 62
     small = [name for name in names if name not in ("dejavu_wikitext2", "dejavu_c4")]
     mine, other = (
         simple_evaluate(

@@ -58,6 +58,8 @@ def _load(name: str, data: str | None = None, **_: Any) -> dict[str, Any]:
     if data is None:
         raise InputError(f'the task of {name} needs --metadata \'{{"data": "FOLDER"}}\'')
     rows = _rows(name, Path(data))
+    if task(name).kind == "text":
+        return {"test": datasets.Dataset.from_list(rows)}
     return {
         "test": datasets.Dataset.from_list(rows[:-_HELD_OUT]),
         "examples": datasets.Dataset.from_list(rows[-_HELD_OUT:]),
