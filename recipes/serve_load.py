@@ -1,0 +1,270 @@
+"""Load on a real server: `make serve-bench`, or for ten minutes `make serve-soak`.
+
+Starts `dejavu serve relu-30m --plan relu-30m` in its own process and asks it over HTTP:
+
+- one stream alone against `LLM.stream` in this process, in turns: ms a token;
+- the same requests one at a time and over 32 connections: tokens/s, dense and with the plan. A
+  third of the latter leave midway; their tokens count for neither side, and every other answer
+  must be the one that its request got alone;
+- a stream beside which prompts of nearly the whole context arrive: its longest gap;
+- memory before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import httpx
+
+from dejavu import LLM, SamplingParams, __version__
+from dejavu.bench.machine import this_machine
+from dejavu.embedded import HELDOUT_TEXT, NAME
+from dejavu.engine.codec import Codec
+from dejavu.load import load_model
+from dejavu.weights.files import atomic_write
+from dejavu.weights.tokenizer import load_tokenizer
+
+CONNECTIONS = 32
+ARMS = ("dense", "balanced")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. leaves_after: tokens after which the client goes."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    sparsity: str
+    leaves_after: int | None = None
+
+
+def asks(count: int, sparsity: str, seed: int = 0) -> list[Ask]:
+    """Prompts of 8 to 150 words, answers of 16 to 128 tokens; every third leaves midway."""
+    words = HELDOUT_TEXT.read_text(encoding="utf-8").split()
+    draw = random.Random(seed)
+    made = []
+    for i in range(count):
+        start, length = draw.randrange(len(words) - 200), draw.choice((8, 12, 20, 40, 150))
+        tokens = draw.choice((16, 32, 64, 96, 128))
+        leaves = tokens // 2 if i % 3 == 2 else None
+        made.append(Ask(" ".join(words[start : start + length]), tokens, sparsity, leaves))
+    return made
+
+
+@dataclass
+class Answer:
+    """text and the times at which its tokens came; complete: not left midway."""
+
+    text: str
+    times: list[float]
+    began: float
+    complete: bool
+
+
+async def answer(client: httpx.AsyncClient, ask: Ask, *, leave: bool) -> Answer:
+    """Stream one request."""
+    body = {
+        "model": NAME,
+        "prompt": ask.prompt,
+        "max_tokens": ask.max_tokens,
+        "sparsity": ask.sparsity,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    found = Answer("", [], time.perf_counter(), complete=False)
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            if line == "data: [DONE]":
+                found.complete = True
+                break
+            piece = json.loads(line.removeprefix("data: "))
+            found.times.append(time.perf_counter())
+            found.text += piece["choices"][0]["text"]
+            if leave and len(found.times) == ask.leaves_after:
+                break
+    return found
+
+
+async def over_connections(
+    url: str, wanted: list[Ask], connections: int, *, leave: bool
+) -> tuple[float, list[Answer]]:
+    """(seconds, answers) of requests over so many connections."""
+    waiting = list(enumerate(wanted))[::-1]
+    found: list[Answer | None] = [None] * len(wanted)
+
+    async def connection() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+            while waiting:
+                place, ask = waiting.pop()
+                found[place] = await answer(client, ask, leave=leave)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(connection() for _ in range(connections)))
+    return time.perf_counter() - began, [one for one in found if one is not None]
+
+
+def throughput(url: str, sparsity: str, count: int) -> dict[str, Any]:
+    """One at a time and together, of the same requests."""
+    wanted = asks(count, sparsity)
+    alone_seconds, alone = asyncio.run(over_connections(url, wanted, 1, leave=True))
+    seconds, together = asyncio.run(over_connections(url, wanted, CONNECTIONS, leave=True))
+    wrong = sum(a.text != b.text for a, b in zip(alone, together, strict=True))
+    tokens = sum(len(a.times) for a in together)
+    assert tokens == sum(len(a.times) for a in alone)
+    first = sorted(a.times[0] - a.began for a in together)
+    return {
+        "requests": count,
+        "left_midway": sum(not a.complete for a in together),
+        "wrong": wrong,
+        "tokens": tokens,
+        "one_at_a_time_tokens_per_second": tokens / alone_seconds,
+        "together_tokens_per_second": tokens / seconds,
+        "ratio": alone_seconds / seconds,
+        "first_token_seconds_together": {
+            "median": median(first),
+            "p95": quantiles(first, n=20)[-1],
+        },
+    }
+
+
+def against_llm(url: str, sparsity: str, repeats: int) -> dict[str, float]:
+    """Median ms a token of a stream alone, over HTTP and by `LLM.stream`, in turns."""
+    ask = Ask("It was a dark night, and the old house", 128, sparsity)
+    loaded = load_model(NAME)
+    llm = LLM(loaded) if sparsity == "dense" else LLM(loaded, NAME, level=sparsity)
+    params = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
+
+    def paces(times: list[float]) -> float:
+        return 1e3 * (times[-1] - times[0]) / (len(times) - 1)
+
+    server, local = [], []
+    for _ in range(repeats + 1):
+        _, (got,) = asyncio.run(over_connections(url, [ask], 1, leave=False))
+        server.append(paces(got.times))
+        times = [time.perf_counter() for _ in llm.stream(ask.prompt, params)]
+        local.append(paces(times))
+    served, direct = median(server[1:]), median(local[1:])
+    return {"served_ms": served, "llm_ms": direct, "ratio": served / direct}
+
+
+def beside_prompts(url: str, sparsity: str, prompts: int = 6) -> dict[str, float]:
+    """Gaps of a stream while long prompts are computed, and without them."""
+    text = HELDOUT_TEXT.read_text(encoding="utf-8")[:20_000]
+    codec = Codec(load_tokenizer(load_model(NAME).checkpoint))
+    ids = codec.encode(text)
+    long = [Ask(ids[500 * i : 500 * (i + 1)], 1, sparsity) for i in range(prompts)]
+    stream = Ask("Once upon a time", 300, sparsity)
+
+    async def measure(extra: list[Ask]) -> list[float]:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+            running = asyncio.ensure_future(answer(client, stream, leave=False))
+            await asyncio.sleep(0.2)
+            for ask in extra:
+                await answer(client, ask, leave=False)
+            times = (await running).times
+        return [1e3 * (b - a) for a, b in pairwise(times)]
+
+    quiet, busy = asyncio.run(measure([])), asyncio.run(measure(long))
+    began = time.perf_counter()
+    asyncio.run(over_connections(url, long[:1], 1, leave=False))
+    return {
+        "prompt_alone_ms": 1e3 * (time.perf_counter() - began),
+        "quiet_median_ms": median(quiet),
+        "quiet_max_ms": max(quiet),
+        "beside_median_ms": median(busy),
+        "beside_p95_ms": quantiles(busy, n=20)[-1],
+        "beside_max_ms": max(busy),
+    }
+
+
+def soak(url: str, process: int, minutes: float) -> dict[str, Any]:
+    """Load for so long; memory after the first minute and at the end."""
+    end = time.monotonic() + 60 * minutes
+    warm, rounds = 0, 0
+    while time.monotonic() < end:
+        for sparsity in ARMS:
+            asyncio.run(over_connections(url, asks(100, sparsity, rounds), CONNECTIONS, leave=True))
+        rounds += 1
+        warm = warm or resident(process)
+    return {
+        "minutes": minutes,
+        "rounds": rounds,
+        "warm_bytes": warm,
+        "end_bytes": resident(process),
+    }
+
+
+def resident(process: int) -> int:
+    """Bytes of a process's memory."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def server() -> Iterator[tuple[str, int]]:
+    """(address, process id) of a running server."""
+    command = [sys.executable, "-m", "dejavu", "serve", NAME, "--plan", NAME, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = next(
+            entry["url"] for line in process.stderr if (entry := json.loads(line)).get("url")
+        )
+        # Nobody reads its log: a full pipe would stop it.
+        subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def main() -> None:
+    """Measure and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with server() as (url, process):
+        asyncio.run(over_connections(url, asks(32, "balanced", 99), CONNECTIONS, leave=True))
+        before = resident(process)
+        result: dict[str, Any] = {"version": __version__, "machine": asdict(this_machine())}
+        if options.soak:
+            result["soak"] = soak(url, process, options.soak)
+        else:
+            for sparsity in ARMS:
+                result[sparsity] = {
+                    "throughput": throughput(url, sparsity, options.requests),
+                    "single": against_llm(url, sparsity, options.repeats),
+                    "beside_long_prompts": beside_prompts(url, sparsity),
+                }
+        result["memory"] = {"before_bytes": before, "after_bytes": resident(process)}
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    text = json.dumps(result, indent=2, default=str) + "\n"
+    print(text)
+    if options.json is not None:
+        with atomic_write(options.json) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
