@@ -26,7 +26,6 @@ from dejavu.kernels.selection import Selection
 
 MAX_ROWS = 16
 _EVERYTHING = 1 << 30  # a window no context reaches
-ATTENTION = (64, 4, 1)
 _ARRIVALS = 1 << 14  # places where programs count themselves
 
 
@@ -96,7 +95,7 @@ class TritonOps:
         return self._sum_rows(x.contiguous(), weight, bias, selection, residual)
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x.contiguous()
+        x, positions = x.contiguous(), positions.contiguous()
         rows, heads, head_dim = x.shape
         y = torch.empty_like(x)
         if x.numel():
@@ -120,21 +119,26 @@ class TritonOps:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         rows, heads, head_dim = q.shape
         kv_heads = k.shape[1]
-        assert len(cache.lengths) == rows, "prefill runs on TorchOps"
+        lengths = cache.lengths.contiguous()
+        assert len(lengths) == rows, "prefill runs on TorchOps"
+        assert cache.block_table.stride(1) == 1
+        assert cache.keys.is_contiguous()
+        assert cache.values.is_contiguous()
         group = heads // kv_heads
         queries = 1 if group == 1 else max(16, power_of_two(group))
         dim = max(16, power_of_two(head_dim))
-        splits = self.tuning.splits(rows, kv_heads)
+        config = self.tuning.attention(rows, kv_heads, head_dim)
+        splits = config.shares
         y = self._empty(rows, heads, head_dim)
         partial = self._empty(rows * kv_heads, splits, queries, dim + 2) if splits > 1 else None
         self._launch(
             attention_kernel, (rows, kv_heads, splits),
-            q, k, v, cache.keys, cache.values, cache.block_table, cache.lengths, y, scale,
+            q, k, v, cache.keys, cache.values, cache.block_table, lengths, y, scale,
             _EVERYTHING if window is None else window, kv_heads, head_dim,
             cache.block_table.stride(0), *_lists(selection), partial, self._arrived,
             BLOCK_TOKENS=cache.keys.shape[1], GROUP=group, QUERIES=queries, DIM=dim,
-            TOKENS=ATTENTION[0], SPLITS=splits, SELECTED=selection is not None,
-            TILE=_tile(selection), STAGES=ATTENTION[2], num_warps=ATTENTION[1],
+            TOKENS=config.block, SPLITS=splits, SELECTED=selection is not None,
+            TILE=_tile(selection), STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
         return y
 

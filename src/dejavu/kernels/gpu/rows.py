@@ -20,7 +20,7 @@ def dots(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times the inputs `[rows, width]`."""
+    """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times inputs `[rows, width]`."""
     place = tl.arange(0, WIDTH)
     if ROWS == 1:
         sums = tl.zeros([BLOCK, WIDTH], tl.float32)

@@ -1,0 +1,345 @@
+"""Measure how each kernel is best cut for a model's shapes, on the device at hand.
+
+Every candidate runs in a captured graph over several matrices in turn, so that nothing is read from
+the last-level cache that a decode step would not find there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dejavu.kernels.device import on
+from dejavu.kernels.gpu.ops import TritonOps
+from dejavu.kernels.gpu.tuning import Config, Tuning, read_table
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Activation, CacheView, Projection
+from dejavu.kernels.selection import Selection
+
+_REPEATS = 9
+_COLD = 4  # times the last-level cache that is read between two uses of a byte
+_DENSITY = 0.1  # of the selections that listed kernels are measured with
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder's kernels depend on. ranks: of the predictors' bottlenecks."""
+
+    hidden_size: int
+    neurons: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    gated: bool = False
+    ranks: tuple[int, ...] = (64, 128, 256)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One question: `run(ops)` uses the kernel once a matrix; the configuration that `tuning` is
+    asked for under `key` is to be found among candidates."""
+
+    key: str
+    candidates: Sequence[Config]
+    run: Callable[[TritonOps], object]
+    calls: int
+
+
+def tune(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    progress: Callable[[str, Config, float], None] | None = None,
+) -> dict[str, Config]:
+    """The fastest candidate for every kernel of a decode step of `batch` rows.
+
+    progress gets each key with what was chosen for it and the microseconds of one call.
+    """
+    found: dict[str, Config] = {}
+    with on(device):
+        for trial in _trials(shape, device, dtype, batch):
+            if trial.key in found:
+                continue
+            times = [
+                (_microseconds(trial, config, device, dtype), config) for config in trial.candidates
+            ]
+            best, config = min(times)
+            if best == float("inf"):
+                continue
+            found[trial.key] = config
+            if progress is not None:
+                progress(trial.key, config, best)
+    return found
+
+
+def write_table(path: Path, device_name: str, table: dict[str, Config]) -> None:
+    """Add to a device's table on disk."""
+    merged = read_table(path) | table
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        {"device": device_name, "table": {key: list(merged[key]) for key in sorted(merged)}},
+        indent=0,
+    )
+    aside = path.with_suffix(".new")
+    aside.write_text(text + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def _microseconds(trial: Trial, config: Config, device: torch.device, dtype: torch.dtype) -> float:
+    """Of one call with a configuration, the median of some replays; infinite where it does not
+    fit the device (registers, shared memory)."""
+    tuning = Tuning.of(device)
+    ops = TritonOps(device, dtype, tuning=Tuning(tuning.processors, {trial.key: config}))
+    side = torch.cuda.Stream(device)
+    try:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            trial.run(ops)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            trial.run(ops)
+    except Exception as error:
+        if "OutOfResources" in type(error).__name__ or "out of resource" in str(error):
+            return float("inf")
+        raise
+    graph.replay()
+    times = []
+    for _ in range(_REPEATS):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended))
+    milliseconds: float = sorted(times)[_REPEATS // 2]
+    return milliseconds * 1e3 / trial.calls
+
+
+def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Trial]:
+    kind = "1" if batch == 1 else "n"
+    itemsize = dtype.itemsize
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    width, neurons, heads = shape.hidden_size, shape.neurons, shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+
+    def matrices(rows: int, columns: int, share: float = 1.0) -> list[Matrix]:
+        size = rows * columns * itemsize * share
+        count = min(max(2, int(-(-_COLD * cache // size))), 48)
+        return [
+            Matrix(torch.randn(rows, columns, device=device, dtype=dtype) * 0.02)
+            for _ in range(count)
+        ]
+
+    x = torch.randn(batch, width, device=device).to(dtype)
+    residual = torch.randn(batch, width, device=device)
+    for outputs, columns, source in (
+        (heads + 2 * kv, width, x),
+        (heads, width, x),
+        (shape.vocab_size, width, x),
+    ):
+        stored = matrices(outputs, columns)
+
+        def project(ops: TritonOps, stored: list[Matrix] = stored, x: Tensor = source) -> None:
+            for matrix in stored:
+                ops.linear(x, [Projection(matrix)])
+
+        yield Trial(
+            f"project/{kind}/{outputs}x{columns}/{itemsize}", _project(batch), project, len(stored)
+        )
+    for rank in shape.ranks:
+        first = [
+            Matrix(
+                torch.randint(-127, 128, (rank, width), device=device, dtype=torch.int8),
+                torch.ones(rank, device=device),
+            )
+            for _ in range(64)
+        ]
+
+        def predict(ops: TritonOps, stored: list[Matrix] = first) -> None:
+            for matrix in stored:
+                ops.linear(x, [Projection(matrix)])
+
+        yield Trial(f"project/{kind}/{rank}x{width}/1", _project(batch), predict, len(first))
+        second = [
+            Matrix(
+                torch.randint(-127, 128, (neurons, rank), device=device, dtype=torch.int8),
+                torch.ones(neurons, device=device),
+            )
+            for _ in range(32)
+        ]
+        hidden = torch.randn(batch, rank, device=device)
+        bias = torch.full((neurons,), -93.0 * rank**0.5, device=device)
+        chosen = Selection.empty(neurons, batch, device=device)
+
+        def select(
+            ops: TritonOps, stored: list[Matrix] = second, hidden: Tensor = hidden,
+            bias: Tensor = bias, out: Selection = chosen,
+        ) -> None:  # fmt: skip
+            for matrix in stored:
+                ops.select(hidden, matrix, bias, out=out)
+
+        yield Trial(f"select/{kind}/{rank}", _select(batch), select, len(second))
+    yield from _mlp_trials(shape, device, batch, kind, itemsize, matrices, x, residual)
+    stored = matrices(heads, width)
+    y = torch.randn(batch, heads, device=device)
+
+    def combine(ops: TritonOps) -> None:
+        for matrix in stored:
+            ops.combine(y, matrix, None, None, residual)
+
+    yield Trial(
+        f"sums-all/{kind}/{heads}x{width}/{itemsize}", _sums(width, batch), combine, len(stored)
+    )
+    half = torch.rand(batch, shape.kv_heads, device=device) < 0.5
+    some = Selection.from_mask(half)
+
+    def combine_some(ops: TritonOps) -> None:
+        for matrix in stored:
+            ops.combine(y, matrix, None, some, residual)
+
+    yield Trial(
+        f"sums-tiles/{kind}/{heads}x{width}/{itemsize}",
+        _sums(width, batch),
+        combine_some,
+        len(stored),
+    )
+    yield from _attention_trials(shape, device, dtype, batch)
+
+
+def _mlp_trials(
+    shape: Shape,
+    device: torch.device,
+    batch: int,
+    kind: str,
+    itemsize: int,
+    matrices: Callable[..., list[Matrix]],
+    x: Tensor,
+    residual: Tensor,
+) -> Iterator[Trial]:
+    neurons, width = shape.neurons, shape.hidden_size
+    bias = torch.full((neurons,), 8.0, device=device)  # every activation is above 0
+    relu = Activation("relu")
+    for listed in (False, True):
+        share = _DENSITY if listed else 1.0
+        ups = matrices(neurons, width, share)
+        downs = ups[1:] + ups[:1]
+        lists = [
+            Selection.from_mask(torch.rand(batch, neurons, device=device) < _DENSITY / batch)
+            if listed
+            else None
+            for _ in ups
+        ]
+
+        def mlp(
+            ops: TritonOps, ups: list[Matrix] = ups, downs: list[Matrix] = downs,
+            lists: Sequence[Selection | None] = lists,
+        ) -> None:  # fmt: skip
+            for up, down, chosen in zip(ups, downs, lists, strict=True):
+                gate = Projection(down) if shape.gated else None
+                ops.mlp(x, Projection(up, bias), gate, down, None, relu, chosen, residual)
+
+        name = "listed" if listed else "all"
+        size = f"{kind}/{neurons}x{width}/{itemsize}"
+        yield Trial(f"up-{name}/{size}", _up(batch, listed), mlp, len(ups))
+        name = "flat" if listed else "all"
+        yield Trial(f"sums-{name}/{size}", _sums(width, batch), mlp, len(ups))
+
+
+def _attention_trials(
+    shape: Shape, device: torch.device, dtype: torch.dtype, batch: int
+) -> Iterator[Trial]:
+    blocks = 8  # of 32 tokens
+    caches = [
+        torch.randn(2, blocks * batch, 32, shape.kv_heads, shape.head_dim, device=device).to(dtype)
+        for _ in range(24)
+    ]
+    table = torch.arange(blocks * batch, dtype=torch.int32, device=device).view(batch, blocks)
+    lengths = torch.full((batch,), 190, dtype=torch.int32, device=device)
+    q = torch.randn(batch, shape.heads, shape.head_dim, device=device)
+    k = torch.randn(batch, shape.kv_heads, shape.head_dim, device=device)
+
+    def attention(ops: TritonOps) -> None:
+        for keys, values in caches:
+            view = CacheView(keys, values, table, lengths)
+            ops.attention(q, k, k, view, scale=0.1, window=None, selection=None)
+
+    candidates = [
+        Config(tokens, 0, stages, warps, splits)
+        for tokens, stages, warps in ((32, 1, 4), (64, 1, 4), (32, 3, 4), (32, 1, 2), (32, 3, 2))
+        for splits in (1, 2, 4, 8)
+    ]
+    yield Trial(
+        f"attention/{batch * shape.kv_heads}x{shape.head_dim}", candidates, attention, len(caches)
+    )
+
+
+def _project(batch: int) -> list[Config]:
+    if batch > 1:
+        return [
+            Config(block, width, stages, warps)
+            for block, width, stages, warps in (
+                (64, 128, 3, 4), (32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (16, 128, 4, 4),
+                (16, 256, 4, 4), (32, 256, 3, 4), (64, 128, 4, 8), (128, 128, 3, 8),
+            )
+        ]  # fmt: skip
+    return [
+        Config(block, width, stages, warps)
+        for block, width, stages, warps in (
+            (4, 1024, 1, 4), (8, 1024, 1, 4), (4, 1024, 4, 4), (8, 1024, 3, 4), (4, 2048, 1, 8),
+            (16, 512, 1, 4), (1, 1024, 4, 4), (1, 2048, 3, 4), (1, 4096, 1, 4), (2, 1024, 4, 2),
+            (2, 2048, 1, 4), (8, 512, 4, 4),
+        )
+    ]  # fmt: skip
+
+
+def _select(batch: int) -> list[Config]:
+    if batch > 1:
+        return [Config(0, 64, 3, 4), Config(0, 64, 3, 8), Config(0, 32, 3, 8)]
+    cuts = ((32, 8), (64, 8), (128, 8), (64, 4), (32, 4), (128, 16))
+    return [Config(0, width, 1, warps) for width, warps in cuts]
+
+
+def _up(batch: int, listed: bool) -> list[Config]:
+    if batch > 1:
+        parts = (1, 2, 4) if listed else (1,)
+        return [
+            Config(block, width, stages, 4, n)
+            for block, width, stages in ((16, 128, 3), (16, 256, 4), (32, 128, 4), (64, 128, 3))
+            for n in parts
+        ]
+    if not listed:
+        return [c for c in _project(1) if c.block > 1]
+    return [
+        Config(block, width, stages, warps, parts)
+        for block, width, stages, warps in (
+            (1, 1024, 4, 1), (2, 1024, 1, 4), (2, 1024, 4, 2), (4, 512, 4, 4), (4, 1024, 1, 4),
+            (1, 2048, 3, 2), (2, 1024, 5, 2), (1, 1024, 1, 4),
+        )
+        for parts in (3, 4, 6, 8)
+    ]  # fmt: skip
+
+
+def _sums(columns: int, batch: int) -> list[Config]:
+    cuts: Sequence[tuple[int, int, int, int]] = (
+        (16, 512, 1, 4), (16, 512, 3, 4), (8, 1024, 3, 4), (16, 1024, 1, 8), (32, 256, 1, 4),
+        (128, 64, 1, 4), (64, 128, 1, 4), (16, 256, 1, 2), (32, 128, 1, 2), (32, 128, 3, 2),
+    )  # fmt: skip
+    if batch > 1:
+        cuts = ((32, 128, 3, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (32, 128, 4, 8))
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    found = []
+    for block, width, stages, warps in cuts:
+        blocks = -(-columns // width)
+        for programs in (1, 2, 3, 4, 6):
+            shares = max(1, min(128, round(programs * processors / blocks)))
+            found.append(Config(block, width, stages, warps, shares))
+    return list(dict.fromkeys(found))
