@@ -34,6 +34,27 @@ class PoisonedTorch(types.ModuleType):
         return PoisonedTorch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patch_once():
+    """Triton's interpreter patches its language anew in every call of a device function, which
+    takes longer than most of them run; once for a launch is enough."""
+    if not TRITON or CUDA:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(fn):
+        langs = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
+        return patch(fn) if any(tl.core.is_builtin(m.load) for m in langs) else None
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
     monkeypatch.setattr(native, "torch", PoisonedTorch("torch"))

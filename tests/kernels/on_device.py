@@ -1,4 +1,4 @@
-"""Ops on a device for tests that build their tensors on the CPU, and cuts of work to try them in."""
+"""Ops on a device for tests that build their tensors on the CPU, and cuts of their work."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Cut(Tuning):
     def __init__(
         self, block: int = 64, width: int = 512, parts: int = 1, shares: int = 2, splits: int = 2
     ) -> None:
-        super().__init__(processors=4, interpreted=True)
+        super().__init__(processors=4)
         self.config = Config(block, width, 1, 4, parts)
         self.shares, self.pieces = shares, splits
 
@@ -110,5 +110,5 @@ class Cut(Tuning):
     def select(self, *shape: Any) -> Config:
         return self.config
 
-    def splits(self, *shape: Any) -> int:
-        return self.pieces
+    def attention(self, *shape: Any) -> Config:
+        return self.config._replace(block=32, shares=self.pieces)
