@@ -64,6 +64,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         here = [x for x in tensors if not isinstance(x, OnGpu)]
         if any(x.ndim or (written and x is args[0]) for x in here):
             raise RuntimeError(f"{name}: tensors on cuda:0 and on the cpu")
+    if (
+        func in (Tensor.__getitem__, Tensor.__setitem__)
+        and not isinstance(args[0], OnGpu)
+        and any(isinstance(x, OnGpu) for x in tree_flatten(args[1])[0])
+    ):
+        raise RuntimeError("indices on cuda:0 of a tensor on the cpu")
     target = _device(kwargs.get("device"))
     if func is Tensor.to:
         for arg in args[1:]:

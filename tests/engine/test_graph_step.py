@@ -309,7 +309,7 @@ def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
     ids = draw_rows(
         logits.expand(draws, -1),
         torch.full((draws,), params.temperature),
-        torch.full((draws,), params.top_k),
+        torch.full((draws,), params.top_k or vocab),
         torch.full((draws,), params.top_p),
         torch.full((draws,), params.min_p),
         torch.rand(draws, dtype=torch.float64, generator=generator),
@@ -329,7 +329,7 @@ def test_draws_at_the_ends() -> None:
     ids = draw_rows(
         logits,
         torch.tensor([1.0, 1.0, 1e-3, 1e-3, 1.0, 0.0, 1.0]),
-        torch.tensor([0, 0, 1, 1, 0, 0, 0]),
+        torch.tensor([4, 4, 1, 1, 4, 9, 0]),
         torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]),
         torch.zeros(7),
         torch.tensor([0.0, last, 0.0, last, 0.99, 0.5, 0.5], dtype=torch.float64),

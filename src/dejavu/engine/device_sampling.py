@@ -21,7 +21,7 @@ def draw_rows(
 ) -> Tensor:
     """Token ids int64 `[B]` from logits fp32 `[B, V]`, without waiting for the device.
 
-    temperature, top_p, min_p: fp32 `[B]`; top_k: int64 `[B]`, 0 for all; uniform: fp64 `[B]` in
+    temperature, top_p, min_p: fp32 `[B]`; top_k: int64 `[B]`, V for all; uniform: fp64 `[B]` in
     [0, 1). Rows of temperature 0, or with logits that are not finite, get some id.
     """
     weights = _weights(logits, temperature, top_k, top_p, min_p)
@@ -36,14 +36,12 @@ def _weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """See `sampling.probabilities`: unnormalised, 0 where cut."""
-    vocab = logits.shape[1]
     # The largest score goes first: nothing can overflow then, however small the temperature.
     weights = logits - logits.amax(dim=1, keepdim=True)
     weights = weights.div_(temperature[:, None]).exp_()
     ordered = weights.sort(dim=1, descending=True).values
-    last = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab) - 1
-    cut = ordered.gather(1, last[:, None])
-    mass = torch.where(ordered >= cut, ordered, 0.0).double()
+    cut = ordered.gather(1, top_k.clamp(1, logits.shape[1])[:, None] - 1)
+    mass = ordered.masked_fill(ordered < cut, 0.0).double()
     above = mass.cumsum(dim=1)
     total = above[:, -1:].clone()
     above -= mass

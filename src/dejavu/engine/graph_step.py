@@ -201,7 +201,7 @@ class GraphStep:
         for row, sampler in drawing:
             p = sampler.params
             host["uniform"][row] = sampler.uniform()
-            host["temperature"][row], host["top_k"][row] = p.temperature, p.top_k
+            host["temperature"][row], host["top_k"][row] = p.temperature, p.top_k or self._vocab
             host["top_p"][row], host["min_p"][row] = p.top_p, p.min_p
         self._draws.send()
         names = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -254,6 +254,7 @@ class GraphStep:
         logits = logits[:, : self._vocab].contiguous()
         lowest, highest = logits.aminmax(dim=1)
         # Infinite or NaN where any logit is: one comparison tells.
-        finite = highest - lowest < torch.inf
-        self._picked[:rows] = torch.where(finite, self._ops.argmax(logits), _NOT_FINITE)
+        broken = (highest - lowest < torch.inf).logical_not_()
+        # Not torch.where, which may copy its scalar to the device: no graph can hold that.
+        self._picked[:rows] = self._ops.argmax(logits).masked_fill(broken, _NOT_FINITE)
         return logits
