@@ -24,6 +24,7 @@ COMMANDS = [
     "verify",
     "eval",
     "bench",
+    "serve",
 ]
 
 

@@ -118,14 +118,17 @@ def serve(
     from dejavu.serve.settings import settings
 
     log_to_stderr(log_level)
-    entries = list((context.default_map or {}).get("models", ()))
+    file = dict(context.default_map or {})
+    entries = list(file.pop("models", ()))
+    misspelt = {key: value for key, value in file.items() if key not in context.params}
     if model is not None:
         first = {"name": name or model, "source": model, "plan": plan, "level": level}
         entries.insert(0, first | {"dtype": dtype})
     entries += [_also(text, dtype) for text in also or ()]
     run(
         settings(
-            {
+            misspelt
+            | {
                 "models": entries,
                 "host": host,
                 "port": port,

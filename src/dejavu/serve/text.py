@@ -27,7 +27,8 @@ class _Choice:
 
     def piece(self, chunk: Chunk) -> TextChoice:
         """What a chunk adds."""
-        text, logprobs = "", []
+        text = ""
+        logprobs: list[TextLogprobs] = []
         if self._echo:
             self._echo = False
             text, logprobs = self._prompt(chunk)
