@@ -46,7 +46,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(chatty: Path) -> Iterator[Server]:
     """The embedded model with its plan, and `org/chatty`."""
     also = ("--also", f"org/chatty={chatty}")
-    server = Server(NAME, "--plan", NAME, *also, "--threads", 1, "--max-queue", 400)
+    server = Server(NAME, "--plan", NAME, *also, "--threads", 1, "--max-queue", 200)
     yield server.ready()
     assert server.process.poll() is None, "it lives to the end of the tests"
     assert server.stop() is not None

@@ -104,10 +104,10 @@ def test_many_requests_at_once_are_answered_or_refused(server: Server) -> None:
         body = QUICK | {"max_tokens": 1, "n": 4}
         return server.post("/v1/completions", json=body).status_code
 
-    with ThreadPoolExecutor(150) as pool:
-        statuses = list(pool.map(ask, range(150)))
+    with ThreadPoolExecutor(100) as pool:
+        statuses = list(pool.map(ask, range(100)))
     assert set(statuses) <= {200, 429}
-    assert statuses.count(200) >= 100
+    assert statuses.count(200) >= (16 + 200) // 4
     assert server.idle()
 
 
@@ -245,10 +245,12 @@ def test_the_end_is_clean(grace: int, chatty: Path, tmp_path: Path) -> None:
     """With time, a stream gets to its end; without, it is told so. New requests are refused."""
     config = tmp_path / "server.toml"
     config.write_text(
-        f"grace = {grace}\nthreads = 1\n[[models]]\nname = 'tiny'\nsource = '{chatty}'\n"
+        f"grace = {grace}\nthreads = 1\nmax_batch = 1\n"
+        f"[[models]]\nname = 'tiny'\nsource = '{chatty}'\n"
     )
     server = Server("--config", config).ready()
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 94, "ignore_eos": True, "stream": True}
+    body["n"] = 1 if grace else 16  # one at a time: it would take its time
     pieces = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
@@ -262,5 +264,5 @@ def test_the_end_is_clean(grace: int, chatty: Path, tmp_path: Path) -> None:
         assert pieces[-1] == "[DONE]"
         assert len(pieces) == 94 + 1
     else:
-        assert "stopping" in json.loads(pieces[-1])["error"]["message"] or pieces[-1] == "[DONE]"
+        assert "stopping" in json.loads(pieces[-1])["error"]["message"]
     assert not [line for line in server.lines if "traceback" in line]
