@@ -14,7 +14,7 @@ STATE ?= build/suite
 SMOLLM2 ?=
 SMOLLM2_PLAN ?=
 
-.PHONY: demo test check results suite embedded clean
+.PHONY: demo test check results suite serve-bench serve-soak embedded clean
 
 demo: $(STAMP)
 	$(BIN)/dejavu demo
@@ -74,6 +74,49 @@ ifneq ($(SMOLLM2),)
 	$(call SUITE,$(SMOLLM2) --plan $(SMOLLM2_PLAN)) --shots 5 --limit 100 --out $(STATE)/smollm2 \
 		--json $(RESULTS)/suite-smollm2-5shot.json
 endif
+
+# The GPU's figures, on one H200; Python there needs PyTorch, Triton and transformers, no compiled
+# extension. Each target stays under 8 minutes.
+GPU_DEJAVU ?= PYTHONPATH=src python3 -m dejavu
+GPU_BENCH = mkdir -p $(RESULTS) && $(GPU_DEJAVU) bench --device cuda
+GPU_DENSITIES := 0.05,0.1,0.2,0.4,0.05/0.5,0.1/0.5
+GPU_DECODE := opt-6.7b opt-30b opt-66b opt-175b-layer
+GPU_KERNELS := opt-6.7b opt-66b opt-175b-layer
+
+.PHONY: results-gpu plots-gpu $(GPU_DECODE:%=gpu-%) $(GPU_DECODE:%=gpu-compiled-%) gpu-batch \
+	$(GPU_KERNELS:%=gpu-kernels-%)
+
+results-gpu: $(GPU_DECODE:%=gpu-%) $(GPU_DECODE:%=gpu-compiled-%) gpu-batch \
+	$(GPU_KERNELS:%=gpu-kernels-%) plots-gpu
+
+$(GPU_DECODE:%=gpu-%): gpu-%:
+	$(GPU_BENCH) --shape $* --densities $(GPU_DENSITIES) \
+		--peers transformers,transformers-generate --json $(RESULTS)/gpu-$*.json
+
+$(GPU_DECODE:%=gpu-compiled-%): gpu-compiled-%:
+	$(GPU_BENCH) --shape $* --densities 0.1,0.1/0.5 --peers transformers-static \
+		--json $(RESULTS)/gpu-compiled-$*.json
+
+gpu-batch:
+	$(GPU_BENCH) --shape opt-66b --batch 8 --densities 0.024 --peers none \
+		--json $(RESULTS)/gpu-opt-66b-batch-8.json
+	$(GPU_BENCH) --shape opt-66b --batch 16 --densities 0.019 --peers none \
+		--json $(RESULTS)/gpu-opt-66b-batch-16.json
+
+$(GPU_KERNELS:%=gpu-kernels-%): gpu-kernels-%:
+	$(GPU_BENCH) --shape $* --kernels --densities 0.05,0.1,0.2 \
+		--json $(RESULTS)/gpu-mlp-$*.json
+
+plots-gpu: $(STAMP)
+	for shape in $(GPU_DECODE); do $(BIN)/python -m dejavu.bench.plots \
+		$(RESULTS)/gpu-$$shape.json docs/plots/gpu-$$shape.png || exit 1; done
+
+# The server under load, a few minutes with nothing else running; and ten minutes of it.
+serve-bench: $(STAMP)
+	$(BIN)/python recipes/serve_load.py --json $(RESULTS)/serve.json
+
+serve-soak: $(STAMP)
+	$(BIN)/python recipes/serve_load.py --soak 10
 
 clean:
 	rm -rf build $(VENV)

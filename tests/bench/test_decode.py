@@ -54,6 +54,7 @@ def test_json_holds_every_condition(result):
         "rank",
         "head_rank",
         "look_ahead",
+        "cuts",
         "seed",
     }
     assert told["machine"].keys() >= {"cpu", "cores", "caches", "last_level_cache", "isas"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -11,9 +13,9 @@ from rich.console import Console
 
 from dejavu.bench import kernels
 from dejavu.bench.kernels import MLPShape, bench_mlp
-from dejavu.bench.machine import Machine, _caches, origin
+from dejavu.bench.machine import GPU, Machine, _caches, origin
 from dejavu.bench.plots import plot_density
-from dejavu.bench.result import Missing
+from dejavu.bench.result import BenchResult, Missing
 from dejavu.bench.spread import Spread
 from dejavu.bench.table import decode_table, kernel_table
 from dejavu.errors import BackendError, InputError
@@ -58,6 +60,19 @@ def test_plot(result, roofline, tmp_path):
     path = tmp_path / "plot.png"
     plot_density(replace(result, roofline_ms=roofline), path)
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_plot_is_drawn_from_a_file(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    told = json.loads(json.dumps(result.to_json()))
+    assert json.loads(json.dumps(BenchResult.from_json(told).to_json())) == told
+    gpu = GPU("a GPU", 1, 2, 3, "sm_90", None, None)
+    elsewhere = replace(result, machine=replace(result.machine, gpu=gpu))
+    assert BenchResult.from_json(elsewhere.to_json()) == elsewhere
+    source, plot = tmp_path / "a.json", tmp_path / "a.png"
+    source.write_text(json.dumps(elsewhere.to_json()))
+    subprocess.run([sys.executable, "-m", "dejavu.bench.plots", source, plot], check=True)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_plot_needs_densities_and_matplotlib(result, tmp_path, monkeypatch):

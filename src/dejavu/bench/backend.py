@@ -26,6 +26,12 @@ class Backend:
     machine: Machine
     read_bandwidth: Callable[[], float]
 
+    @property
+    def cuts(self) -> dict[str, list[int]]:
+        """How the GPU's kernels were cut, of all that have run so far; empty on the CPU."""
+        asked = getattr(getattr(self.ops, "tuning", None), "asked", {})
+        return {key: list(config) for key, config in sorted(asked.items())}
+
 
 def open_backend(
     device: torch.device,

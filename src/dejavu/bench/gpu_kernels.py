@@ -64,7 +64,8 @@ class GPUKernelResult:
 
 @dataclass(frozen=True)
 class GPUKernelBench:
-    """All ways for one shape in one run. rank: of the int8 predictor."""
+    """All ways for one shape in one run. rank: of the int8 predictor. cuts: of our kernels,
+    see `kernels.gpu.tuning`."""
 
     shape: MLPShape
     dtype: str
@@ -75,6 +76,7 @@ class GPUKernelBench:
     repeats: int
     read_bandwidth: float
     results: list[GPUKernelResult]
+    cuts: dict[str, list[int]]
     machine: Machine
     origin: Origin
 
@@ -130,10 +132,11 @@ def bench_mlp_on_gpu(
         str(device),
         1,
         rank,
-        _CALLS,
+        stack.calls,
         repeats,
         bandwidth,
         [_result(arm, arms, bandwidth, cache) for arm in arms],
+        backend.cuts,
         backend.machine,
         started,
     )
@@ -200,8 +203,8 @@ class _Stack:
         replay = self._capture(work)
 
         def timed() -> float:
-            begun = torch.cuda.Event(enable_timing=True)
-            ended = torch.cuda.Event(enable_timing=True)
+            begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
             begun.record()
             replay()

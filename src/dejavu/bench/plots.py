@@ -1,7 +1,12 @@
-"""Speed over density, with the rooflines drawn."""
+"""Speed over density, with the rooflines drawn.
+
+`python -m dejavu.bench.plots RESULT.json PLOT.png` draws what another machine has measured.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 from dejavu.bench.result import BenchResult, Density
@@ -74,3 +79,8 @@ def _kept(density: Density) -> str:
 def _where(result: BenchResult) -> str:
     gpu = result.machine.gpu
     return result.conditions.runs_on if gpu is None else gpu.name
+
+
+if __name__ == "__main__":
+    source, plot = map(Path, sys.argv[1:])
+    plot_density(BenchResult.from_json(json.loads(source.read_text(encoding="utf-8"))), plot)

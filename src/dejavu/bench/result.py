@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dejavu.bench.machine import Machine, Origin
+from dejavu.bench.machine import GPU, Machine, Origin
 from dejavu.bench.spread import Spread
 
 
@@ -15,7 +15,7 @@ class Conditions:
     the CPU kernels, None on a GPU. isa: of our kernels. Lengths in tokens; a repeat times
     `new_tokens` steps after `skipped` untimed ones, and the arms take turns (a peer's notes say
     where it did not). rank, head_rank, look_ahead: of forced predictors of neurons, of heads, and
-    how many blocks ahead both select."""
+    how many blocks ahead both select. cuts: of the GPU's kernels, see `kernels.gpu.tuning`."""
 
     shape: dict[str, Any]
     weights: str
@@ -32,6 +32,7 @@ class Conditions:
     rank: int
     head_rank: int
     look_ahead: float
+    cuts: dict[str, list[int]]
     seed: int
 
     @property
@@ -137,3 +138,26 @@ class BenchResult:
             "machine": self.machine.to_json(),
             "origin": self.origin.to_json(),
         }
+
+    @staticmethod
+    def from_json(told: dict[str, Any]) -> BenchResult:
+        """What `to_json` made. Raises KeyError or TypeError for anything else."""
+        machine = {k: v for k, v in told["machine"].items() if k != "last_level_cache"}
+        gpu = machine.get("gpu")
+        parts = {
+            "arms": [_arm(arm) for arm in told["arms"]],
+            "missing": [Missing(**missing) for missing in told["missing"]],
+            "conditions": Conditions(**told["conditions"]),
+            "machine": Machine(**machine | {"gpu": None if gpu is None else GPU(**gpu)}),
+            "origin": Origin(**told["origin"]),
+        }
+        return BenchResult(**told | parts)
+
+
+def _arm(told: dict[str, Any]) -> ArmResult:
+    density = told["density"]
+    parts = {
+        "ms_per_token": Spread(**told["ms_per_token"]),
+        "density": None if density is None else Density(**density),
+    }
+    return ArmResult(**told | parts)

@@ -100,6 +100,7 @@ def summarize(
             rank=default_rank(config.hidden_size) if options.rank is None else options.rank,
             head_rank=options.head_rank,
             look_ahead=options.look_ahead,
+            cuts=backend.cuts,
             seed=options.seed,
         ),
         machine=machine,
