@@ -60,16 +60,27 @@ def is_listed(indices, counts, entry, inside, TILE: tl.constexpr):
 def multiply(a, b, sums):
     """sums + a @ b with fp32 sums; one of the two are stored weights.
 
-    Half-precision weights and inputs: plain tensor core products. Half-precision or int8 weights
-    and fp32 inputs: three products in tf32, which hold such weights exactly and split the inputs.
-    fp32 weights: IEEE.
+    fp32 weights: IEEE. Inputs in the weights' half precision: plain tensor core products. fp32
+    inputs and fp16 weights: the inputs are split into two halves, which is about as exact as fp32.
+    Other pairs go by way of tf32, which holds bf16 and int8 exactly (and Triton's interpreter,
+    where CPU tests run, cannot multiply bf16).
     """
-    if a.dtype == b.dtype:
+    if (a.dtype == tl.float32) & (b.dtype == tl.float32):
         sums = tl.dot(a, b, sums, input_precision="ieee")
+    elif (a.dtype == tl.float16) & (b.dtype == tl.float16):
+        sums = tl.dot(a, b, sums)
+    elif (a.dtype == tl.float32) & (b.dtype == tl.float16):
+        upper = a.to(tl.float16)
+        lower = (a - upper.to(tl.float32)).to(tl.float16)
+        sums = tl.dot(lower, b, tl.dot(upper, b, sums))
+    elif (a.dtype == tl.float16) & (b.dtype == tl.float32):
+        upper = b.to(tl.float16)
+        lower = (b - upper.to(tl.float32)).to(tl.float16)
+        sums = tl.dot(a, lower, tl.dot(a, upper, sums))
     elif (a.dtype == tl.float32) | (b.dtype == tl.float32):
         sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="tf32x3")
-    elif a.dtype == tl.int8:
-        sums = tl.dot(a.to(b.dtype), b, sums, input_precision="ieee")
+    elif (a.dtype == tl.float16) | (b.dtype == tl.float16):
+        sums = tl.dot(a.to(tl.float16), b.to(tl.float16), sums)
     else:
-        sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")
+        sums = tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="tf32")
     return sums
