@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 GPU_TILE = 128  # entries: what one program of the selecting kernel scores
 
 
