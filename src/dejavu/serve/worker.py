@@ -142,7 +142,11 @@ class Worker:
                 action()
             for served in self._served:
                 if served.engine.running or served.engine.waiting:
-                    self._step(served)
+                    try:
+                        self._step(served)
+                    except Exception:  # whatever it is, the thread has to go on
+                        log.exception("a step failed", extra={"model": served.name})
+                        self._fail(served, DejavuError("the model failed while it wrote this"))
 
     def _busy(self) -> bool:
         return any(s.engine.running or s.engine.waiting for s in self._served)
@@ -154,9 +158,10 @@ class Worker:
             request = job.served.engine.add(
                 job.prompt, job.params, arm=job.arm, client=job.client, watched=job.watched
             )
-        except DejavuError as error:
+        except Exception as error:  # the checks passed before; the thread goes on in any case
             self._end(job)
-            self._deliver([(job, error)])
+            told = error if isinstance(error, DejavuError) else DejavuError(str(error))
+            self._deliver([(job, told)])
             return
         generation = Generation(job.served.engine, request, job.params, job.served.codec)
         self._running[job.served][request] = job, generation
@@ -173,12 +178,7 @@ class Worker:
 
     def _step(self, served: ServedModel) -> None:
         engine, running = served.engine, self._running[served]
-        try:
-            touched = engine.step()
-        except Exception:
-            log.exception("a step failed", extra={"model": served.name})
-            self._fail(served, DejavuError("the model failed on a step with this answer in it"))
-            return
+        touched = engine.step()
         now = monotonic()
         events: list[tuple[Job, Event]] = []
         for request in touched:

@@ -1,0 +1,128 @@
+"""The engine's thread outlives whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from dejavu.engine.output import Chunk
+from dejavu.engine.params import SamplingParams
+from dejavu.errors import DejavuError
+from dejavu.serve.metrics import Metrics
+from dejavu.serve.models import DENSE, ServedModel
+from dejavu.serve.worker import Event, Job, Worker
+from dejavu.sparsity.policy import Dense
+from engine.stub import ScriptedLM, scripted
+
+
+class Letters:
+    """A codec of one letter a token."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+def serve(script: Any, **options: Any) -> tuple[ServedModel, ScriptedLM]:
+    engine, model = scripted(script, arms={DENSE: Dense()}, **options)
+    return ServedModel("stub", cast(Any, None), cast(Any, Letters()), engine, DENSE, None), model
+
+
+def jobs(served: ServedModel, prompts: Sequence[int], tokens: int = 4) -> list[Job]:
+    queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+    params = SamplingParams(max_tokens=tokens)
+    return [
+        Job(served, [prompt], params, DENSE, "", False, i, queue)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+async def outcome(wanted: list[Job]) -> dict[int, str | DejavuError]:
+    """Text or error of each job."""
+    texts = dict.fromkeys(range(len(wanted)), "")
+    ended: dict[int, str | DejavuError] = {}
+    while len(ended) < len(wanted):
+        index, event = await asyncio.wait_for(wanted[0].queue.get(), 30)
+        if isinstance(event, Chunk):
+            texts[index] += event.text
+            if event.completion is not None:
+                ended[index] = texts[index]
+        else:
+            ended[index] = event
+    return ended
+
+
+def run(served: ServedModel, scene: Any) -> Any:
+    async def inside() -> Any:
+        worker = Worker([served], Metrics([served]), max_queue=100)
+        worker.start(asyncio.get_running_loop())
+        try:
+            return await scene(worker)
+        finally:
+            worker.stop()
+
+    return asyncio.run(inside())
+
+
+def test_logits_that_are_not_finite_end_one_answer_alone() -> None:
+    served, _ = serve(lambda ids: [1, None] if ids[0] == 9 else [1, 2, 3, 4])
+
+    async def scene(worker: Worker) -> Any:
+        wanted = jobs(served, [5, 9, 6])
+        worker.submit(wanted)
+        return await outcome(wanted)
+
+    found = run(served, scene)
+    assert (found[0], found[2]) == ("bcde", "bcde")
+    assert "not finite" in str(found[1])
+
+
+def test_a_model_that_fails_ends_its_answers_and_serves_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served, model = serve(lambda ids: [1, 2, 3, 4])
+
+    async def scene(worker: Worker) -> Any:
+        def fail() -> None:
+            if model.rows:
+                raise MemoryError("out of memory")
+
+        model.before = fail
+        first = jobs(served, [5, 6])
+        worker.submit(first)
+        failed = await outcome(first)
+        model.before = lambda: None
+        second = jobs(served, [7])
+        worker.submit(second)
+        return failed, await outcome(second), worker.open_jobs
+
+    failed, then, left = run(served, scene)
+    assert all(isinstance(error, DejavuError) for error in failed.values())
+    assert "out of memory" not in str(failed[0]), "what went wrong stands in the log"
+    assert (then, left) == ({0: "bcde"}, 0)
+    assert served.engine.free_blocks == served.engine.cache_blocks
+
+
+def test_cancelled_jobs_free_their_rows_before_the_next_step() -> None:
+    served, model = serve(lambda ids: [1] * 60, max_batch=1)
+
+    async def scene(worker: Worker) -> Any:
+        wanted = jobs(served, [5, 6, 7], tokens=50)
+        worker.submit(wanted)
+        await wanted[0].queue.get()
+        worker.cancel(wanted)
+        worker.cancel(wanted)
+        while worker.open_jobs:
+            await asyncio.sleep(0.001)
+        after = len(model.rows)
+        last = jobs(served, [8], tokens=2)
+        worker.submit(last)
+        await outcome(last)
+        return after
+
+    assert run(served, scene) < 49, "it did not run to its end"
+    assert served.engine.free_blocks == served.engine.cache_blocks
