@@ -64,7 +64,7 @@ def check(name, result, expected):
     torch.testing.assert_close(result, expected, rtol=0.0, atol=allowed, msg=name)
 
 
-@pytest.mark.parametrize("rows", [1, ROWS, 16])
+@pytest.mark.parametrize("rows", [1, ROWS, pytest.param(16, marks=pytest.mark.cuda)])
 def test_the_first_call_equals_the_second_and_torch(triton_ops, rows):
     """Fresh outputs are poisoned, so nothing is left to what memory held."""
     calls, ops = Calls(rows), triton_ops()

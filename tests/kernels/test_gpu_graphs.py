@@ -110,7 +110,10 @@ class Block:
             self.heads.mask.copy_(chosen.mask)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, "int8"), (4, "fp32"), (16, "int8")])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(1, "int8"), (3, "fp32"), pytest.param(16, "int8", marks=pytest.mark.cuda)],
+)
 def test_a_selection_swings_from_none_to_all(triton_device, rows, dtype):
     """KN-05 and KN-04: one capture, then other lengths, heads and counts of neurons every step."""
     ops = TritonOps(triton_device, tuning=None if CUDA else Cut())
@@ -131,7 +134,7 @@ def test_a_selection_swings_from_none_to_all(triton_device, rows, dtype):
             size = truth.abs().max().item()
             torch.testing.assert_close(result, truth, rtol=0.0, atol=1e-4 * size)
         assert int(replayed.neurons.counts.sum()) in {
-            "none": [0], "one": [1], "all": [NEURONS], "random": range(1, NEURONS),
+            "none": [0], "one": [1], "all": [NEURONS], "random": range(1, NEURONS + 1),
         }[kind]  # fmt: skip
 
 
