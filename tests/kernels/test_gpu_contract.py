@@ -177,7 +177,6 @@ def test_views_of_heads(triton_ops):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="TritonOps takes one for all")
 def test_three_projections_with_a_selection_each(triton_ops):
     """Contract: each projection has a selection of its own."""
     g = torch.Generator().manual_seed(7)

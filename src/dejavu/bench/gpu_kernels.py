@@ -288,6 +288,7 @@ class _Arm:
         available = stack.layers if layers is None else layers
         self.layers = min(available, 1 + -(-4 * cache // round(nbytes)))
         self.calls = stack.calls
+        self._call = call  # a graph does not keep alive what it reads
         self._count, self._counted = count, list[float]()
         self.us: list[float] = []
         self.warm_us: list[float] = []

@@ -80,8 +80,9 @@ class TritonOps:
         x = x.contiguous()
         rows, width = x.shape
         outputs = [self._empty(rows, p.weight.rows) for p in projections]
-        for i in range(0, len(projections), 3):
-            self._project(x, rows, width, projections[i : i + 3], outputs[i : i + 3])
+        for some in _launches(projections):
+            chosen = [projections[i] for i in some]
+            self._project(x, rows, width, chosen, [outputs[i] for i in some])
         return outputs
 
     def combine(
@@ -228,13 +229,13 @@ class TritonOps:
         if self._beside is None:
             return at_once(work)
         with torch.cuda.device(self.device):
-            main = torch.cuda.current_stream()
-            self._beside.wait_stream(main)
+            pending = self._plain
+            self._beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._beside):
                 self._plain = True
                 result = work()
                 done = self._beside.record_event()
-            self._plain = False
+            self._plain = pending
 
         def wait() -> T:
             torch.cuda.current_stream(self.device).wait_event(done)
@@ -269,7 +270,6 @@ class TritonOps:
         config = self.tuning.project(rows, total, width, projections[0].weight.data.element_size())
         selections = [p.selection for p in projections if p.selection is not None]
         selection = selections[0] if selections else None
-        assert all(s is selection for s in selections)
         entries = 1 if selection is None else selection.entries
         arguments: list[Any] = []
         grid = 0
@@ -364,6 +364,21 @@ def _lists(selection: Selection | None) -> tuple[Tensor | None, Tensor | None, T
 
 def _tile(selection: Selection | None) -> int:
     return 1 if selection is None else selection.indices.shape[1]
+
+
+def _launches(projections: Sequence[Projection]) -> list[list[int]]:
+    """Up to three projections a launch, with one selection among them."""
+    launches: list[list[int]] = []
+    selection: Selection | None = None
+    for i, projection in enumerate(projections):
+        other = projection.selection
+        full = not launches or len(launches[-1]) == 3
+        if full or (other is not None and selection is not None and other is not selection):
+            launches.append([])
+            selection = None
+        launches[-1].append(i)
+        selection = selection if other is None else other
+    return launches
 
 
 def _three(projections: Sequence[Projection]) -> list[Projection | None]:
