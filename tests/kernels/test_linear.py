@@ -1,14 +1,13 @@
 import pytest
 import torch
 from truth import (
+    dotted,
     exact,
     mask_of,
     masked,
     misaligned,
-    product,
     random_weight,
     selection_of,
-    weight64,
 )
 
 from dejavu.kernels.ops import Projection
@@ -24,7 +23,7 @@ def test_products_with_stored_rows(ops, rows, width, dtype):
     biases = [None, *(misaligned(torch.randn(w.rows, generator=g)) for w in weights[1:])]
     results = ops.linear(x, [Projection(w, b) for w, b in zip(weights, biases, strict=True)])
     for result, weight, bias in zip(results, weights, biases, strict=True):
-        product(exact(x), weight64(weight).T, bias).check(result)
+        dotted(exact(x), weight, bias).check(result)
 
 
 @pytest.mark.parametrize("kind", ["empty", "all", "random"])
@@ -37,7 +36,7 @@ def test_unused_outputs_are_zero(ops, rows, entries, block, kind):
     bias = torch.randn(weight.rows, generator=g)
     used = mask_of(kind, rows, entries, g)
     (result,) = ops.linear(x, [Projection(weight, bias, selection_of(used))])
-    masked(product(exact(x), weight64(weight).T, bias), used).check(result)
+    masked(dotted(exact(x), weight, bias), used).check(result)
 
 
 def test_a_row_that_nobody_uses_is_not_read(native_ops):

@@ -4,16 +4,15 @@ import pytest
 import torch
 from truth import (
     activated,
+    dotted,
     exact,
     mask_of,
     masked,
     misaligned,
-    product,
     random_weight,
     selection_of,
     summed,
     times,
-    weight64,
     whole_weight,
 )
 
@@ -63,8 +62,8 @@ def test_mlp(ops, rows, width, neurons, dtype, kind, gated, name):
     down_bias, residual = torch.randn(width, generator=g), torch.randn(rows, width, generator=g)
     used = mask_of(kind, rows, neurons, g)
 
-    linear = product(exact(x), weight64(up).T, up_bias)
-    inner = product(exact(x), weight64(gate).T, gate_bias) if gated else linear
+    linear = dotted(exact(x), up, up_bias)
+    inner = dotted(exact(x), gate, gate_bias) if gated else linear
     a = activated(inner, name, 0.5)
     a = masked(times(a, linear) if gated else a, used)
     truth = summed(a, down, down_bias, residual)

@@ -44,6 +44,23 @@ def product(x: Bounded, weight: Tensor, *extra: Tensor | None) -> Bounded:
     return Bounded(value, bound + 1e-37)
 
 
+def dotted(x: Bounded, weight: Matrix, *extra: Tensor | None) -> Bounded:
+    """x `[N, n]` times stored rows, `[out, n]`, plus the extra terms.
+
+    Inputs of int8 rows may be whole numbers of a step of at most 2^-15 of the largest one of a
+    block of 512 (kernels/cpu/whole.h).
+    """
+    truth = product(x, weight64(weight).T, *extra)
+    if weight.scale is None:
+        return truth
+    bound = truth.bound
+    inputs = (x.value.abs() + x.bound).split(512, dim=1)
+    for block, part in zip(inputs, weight64(weight).abs().split(512, dim=1), strict=True):
+        if block.numel():
+            bound = bound + 2.0**-15 * block.amax(dim=1, keepdim=True) * part.sum(dim=1)
+    return Bounded(truth.value, bound)
+
+
 def summed(x: Bounded, weight: Matrix, *extra: Tensor | None) -> Bounded:
     """x `[N, n]` times rows that are added up, `[n, out]`, plus the extra terms.
 
