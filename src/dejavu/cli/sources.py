@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load(model: str, dtype: str, threads: int | None, device: str = "cpu") -> LoadedModel:
-    """Load a model onto a device, with a progress bar; torch gets the kernels' number of threads."""
+    """Load a model onto a device, with a progress bar; torch gets as many threads as ours."""
     import torch
 
     from dejavu.cli.output import progress
