@@ -97,6 +97,12 @@ def test_a_batch_tells_rows_and_union_apart(tiny, pretended):
     assert 2 * forced.neurons_of_a_row < forced.neurons < independent + 0.02
 
 
+def test_a_peer_that_runs_on_cpus_only():
+    pytest.importorskip("ctranslate2")
+    with pytest.raises(BackendError, match="on cpu only"):
+        _chosen("ctranslate2:int8", "fp16", CUDA)
+
+
 def test_defaults_follow_the_device():
     assert shape_dtype("auto", CPU) == "bf16"
     assert shape_dtype("auto", CUDA) == "fp16"
@@ -104,8 +110,6 @@ def test_defaults_follow_the_device():
     assert is_shape("opt-66b")
     assert not is_shape("no/such/model")
     assert _chosen("transformers", "fp16", CUDA) == ("transformers", "fp16")
-    with pytest.raises(BackendError, match="on cpu only"):
-        _chosen("ctranslate2:int8", "fp16", CUDA)
     with pytest.raises(InputError, match="threads and isa"):
         open_backend(CUDA, torch.float16, threads=2, machine=this_machine())
     assert ArmInfo("a", "b", "fp16", None).threads is None

@@ -257,7 +257,7 @@ def test_leftovers_of_another_run_are_not_continued(
 def test_layers_that_do_not_fit_together_are_recorded_apart(
     loaded: LoadedModel, plan_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "GIB", 128 * 32 * 32 * 2 / tiny.OPTIONS.memory_gib)
+    monkeypatch.setattr(pipeline, "room", lambda device, memory_gib: 128 * 32 * 32 * 2)
     stages: list[str] = []
     prepare(
         loaded,

@@ -83,6 +83,26 @@ inline double total(Int32s sum) { return sum.v[0] + sum.v[1] + sum.v[2] + sum.v[
 
 #endif
 
+// Four sums times a power of two, rounded once.
+inline void store_totals(const Int32s (&sum)[4], double step, float* out) {
+#if defined(__AVX2__)
+  const auto halves = [](Int32s a) {
+#if defined(__AVX512F__)
+    return _mm256_add_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti64x4_epi64(a.v, 1));
+#else
+    return a.v;
+#endif
+  };
+  const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(halves(sum[0]), halves(sum[1])),
+                                          _mm256_hadd_epi32(halves(sum[2]), halves(sum[3])));
+  const __m128i four =
+      _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  _mm_storeu_ps(out, _mm_mul_ps(_mm_cvtepi32_ps(four), _mm_set1_ps((float)step)));
+#else
+  for (int j = 0; j < 4; ++j) out[j] = (float)(total(sum[j]) * step);
+#endif
+}
+
 // Inputs with a common step. All products of a block together fit 32 bits: 512 * 2^7 * 2^15.
 constexpr Size kWholeBlock = 512;
 
@@ -190,6 +210,9 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
         stored[j] = widen(rest);
       }
       step(stored, i);
+    }
+    if constexpr (R == 1 && J == 4) {
+      if (width <= kWholeBlock) return store_totals(part[0], x[0].steps[0], out);
     }
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < J; ++j)
