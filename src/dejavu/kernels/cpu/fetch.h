@@ -43,7 +43,7 @@ class Fetch {
 
  private:
   static constexpr Size kAhead = kAheadBytes / (Size)sizeof(W);
-  static constexpr Size kWidest = 4096;  // bytes: a block ahead has to stay in the first cache
+  static constexpr Size kWidest = 2048;  // bytes; rows of 4096 read 10 % faster side by side
 
   const W *const *w_, *const *next_;
   Size turn_;
