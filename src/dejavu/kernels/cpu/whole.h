@@ -222,35 +222,34 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
     for (int j = 0; j < J; ++j) out[r * row_stride + j] = (float)sums[r][j];
 }
 
+// J stored rows with all batch rows, up to four of them at a time.
+template <int J>
+inline void whole_rows(const int8_t* const* w, const int8_t* const* next, const Digits* x,
+                       Size rows, Size width, float* out, Size row_stride) {
+  Size r = 0;
+  for (; r + 4 <= rows; r += 4)
+    whole_dot<4, J>(w, next, x + r, width, out + r * row_stride, row_stride);
+  for (; r + 2 <= rows; r += 2)
+    whole_dot<2, J>(w, next, x + r, width, out + r * row_stride, row_stride);
+  for (; r < rows; ++r)
+    whole_dot<1, J>(w, next, x + r, width, out + r * row_stride, row_stride);
+}
+
 // out[r * row_stride + j] = w[j] . x[r]; `known` as in dot_grid.
 inline void whole_grid(const int8_t* const* w, Size count, Size known, const Digits* x, Size rows,
                        Size width, float* out, Size row_stride) {
   Size j = 0;
-  Size ahead = Fetch<4, int8_t>::rows_ahead(width);
+  const auto next = [&](Size step, Size ahead) {
+    return w + (j + ahead + step <= known ? j + ahead : j);
+  };
   for (; rows == 1 && j + 4 <= count; j += 4)
-    whole_dot<1, 4>(w + j, w + (j + ahead + 4 <= known ? j + ahead : j), x, width, out + j, 0);
-  ahead = Fetch<2, int8_t>::rows_ahead(width);
-  for (; rows > 1 && j + 2 <= count; j += 2) {
-    const int8_t* const* next = w + (j + ahead + 2 <= known ? j + ahead : j);
-    Size r = 0;
-    for (; r + 4 <= rows; r += 4)
-      whole_dot<4, 2>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-    for (; r + 2 <= rows; r += 2)
-      whole_dot<2, 2>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-    for (; r < rows; ++r)
-      whole_dot<1, 2>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-  }
-  ahead = Fetch<1, int8_t>::rows_ahead(width);
-  for (; j < count; ++j) {
-    const int8_t* const* next = w + (j + ahead < known ? j + ahead : j);
-    Size r = 0;
-    for (; r + 4 <= rows; r += 4)
-      whole_dot<4, 1>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-    for (; r + 2 <= rows; r += 2)
-      whole_dot<2, 1>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-    for (; r < rows; ++r)
-      whole_dot<1, 1>(w + j, next, x + r, width, out + r * row_stride + j, row_stride);
-  }
+    whole_dot<1, 4>(w + j, next(4, Fetch<4, int8_t>::rows_ahead(width)), x, width, out + j, 0);
+  for (; rows > 1 && j + 2 <= count; j += 2)
+    whole_rows<2>(w + j, next(2, Fetch<2, int8_t>::rows_ahead(width)), x, rows, width, out + j,
+                  row_stride);
+  for (; j < count; ++j)
+    whole_rows<1>(w + j, next(1, Fetch<1, int8_t>::rows_ahead(width)), x, rows, width, out + j,
+                  row_stride);
 }
 
 }  // namespace dejavu::DEJAVU_ISA
