@@ -27,19 +27,15 @@ def dots(
         for start in tl.range(0, width, WIDTH, num_stages=STAGES):
             k = start + place
             if EVEN:
-                weight = tl.load(
-                    w + row[:, None] * width + k[None, :],
-                    mask=valid[:, None], other=0.0, eviction_policy="evict_first",
-                )  # fmt: skip
+                held = valid[:, None]
                 value = tl.load(x + k)
             else:
-                inside = k < width
-                weight = tl.load(
-                    w + row[:, None] * width + k[None, :],
-                    mask=valid[:, None] & inside[None, :], other=0.0,
-                    eviction_policy="evict_first",
-                )  # fmt: skip
-                value = tl.load(x + k, mask=inside, other=0.0)
+                held = valid[:, None] & (k < width)[None, :]
+                value = tl.load(x + k, mask=k < width, other=0.0)
+            weight = tl.load(
+                w + row[:, None] * width + k[None, :],
+                mask=held, other=0.0, eviction_policy="evict_first",
+            )  # fmt: skip
             sums += weight.to(tl.float32) * value.to(tl.float32)[None, :]
         result = tl.sum(sums, axis=1)[:, None]
     else:

@@ -69,23 +69,7 @@ def sum_rows_kernel(
             at = place
         if ROWS == 1:
             a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
-            read = valid
-            if SKIP:
-                read = valid & (a != 0)
-            if scale is not None:
-                a *= tl.load(scale + i, mask=valid, other=0.0)
-            if EVEN:
-                weight = tl.load(
-                    w + i.to(tl.int64)[:, None] * columns + column[None, :],
-                    mask=read[:, None], other=0.0, eviction_policy="evict_first",
-                )  # fmt: skip
-            else:
-                weight = tl.load(
-                    w + i.to(tl.int64)[:, None] * columns + column[None, :],
-                    mask=read[:, None] & inside[None, :], other=0.0,
-                    eviction_policy="evict_first",
-                )  # fmt: skip
-            sums += a[:, None] * weight.to(tl.float32)
+            wanted = a != 0
         else:
             held = (n[:, None] < rows) & valid[None, :]
             a = tl.load(x + n[:, None].to(tl.int64) * width + at[None, :], mask=held, other=0.0)
@@ -94,15 +78,23 @@ def sum_rows_kernel(
                     mask + n[:, None] * entries + (i // CHANNELS)[None, :], mask=held, other=0
                 )
                 a = tl.where(used != 0, a, 0.0)
-            read = valid
-            if SKIP:
-                read = valid & (tl.max((a != 0).to(tl.int32), axis=0) > 0)
-            weight = tl.load(
-                w + i.to(tl.int64)[:, None] * columns + column[None, :],
-                mask=read[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first",
-            )  # fmt: skip
-            if scale is not None:
-                a *= tl.load(scale + i, mask=valid, other=0.0)[None, :]
+            wanted = tl.max((a != 0).to(tl.int32), axis=0) > 0
+        if SKIP:
+            read = (valid & wanted)[:, None]
+        else:
+            read = valid[:, None]
+        if not EVEN:
+            read = read & inside[None, :]
+        weight = tl.load(
+            w + i.to(tl.int64)[:, None] * columns + column[None, :],
+            mask=read, other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        if scale is not None:
+            factor = tl.load(scale + i, mask=valid, other=0.0)
+            a *= factor if ROWS == 1 else factor[None, :]
+        if ROWS == 1:
+            sums += a[:, None] * weight.to(tl.float32)
+        else:
             sums = multiply(a, weight, sums)
     if ROWS == 1:
         result = tl.sum(sums, axis=0)[None, :]
