@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dejavu.bench import gpu_kernels
+from dejavu.bench import gpu_kernels, gpu_stack
 from dejavu.bench.backend import Backend
 from dejavu.bench.gpu_kernels import bench_mlp_on_gpu
 from dejavu.bench.kernels import MLPShape
@@ -34,7 +34,7 @@ def backend():
 
 @pytest.fixture
 def done(backend, monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "_CALLS", 3)
+    monkeypatch.setattr(gpu_stack, "_CALLS", 3)
     monkeypatch.setattr(gpu_kernels, "_REPLAYS", 2)
     return bench_mlp_on_gpu(
         SHAPE, (0.25, 0.5), device=CPU, dtype="fp32", rank=RANK, repeats=1, backend=backend
@@ -85,10 +85,10 @@ def test_all_ways_compute_the_same(backend, monkeypatch):
 
         return again
 
-    monkeypatch.setattr(gpu_kernels._Stack, "timer", keep)
-    stack = gpu_kernels._Stack(SHAPE, 2, torch.float32, RANK, CPU)
+    monkeypatch.setattr(gpu_stack.Stack, "timer", keep)
+    stack = gpu_stack.Stack(SHAPE, 2, torch.float32, RANK, CPU)
     stack.bias.fill_(0.0)  # some neurons inactive: the activation is compared too
-    draw = gpu_kernels._Draw(stack, 0.25)
+    draw = gpu_stack.Draw(stack, 0.25)
     for make in (
         lambda: gpu_kernels._dense_arms(stack, backend.ops, CACHE),
         lambda: gpu_kernels._sparse_arms(stack, draw, backend.ops, CACHE)[::2],
@@ -105,8 +105,8 @@ def test_all_ways_compute_the_same(backend, monkeypatch):
 
 
 def test_draws_are_fresh_and_cuts_come_out_as_asked(backend):
-    stack = gpu_kernels._Stack(SHAPE, 2, torch.float32, RANK, CPU)
-    draw = gpu_kernels._Draw(stack, 0.25)
+    stack = gpu_stack.Stack(SHAPE, 2, torch.float32, RANK, CPU)
+    draw = gpu_stack.Draw(stack, 0.25)
     before = [selection.to_mask(1).clone() for selection in draw.given]
     assert all(mask.sum() == 24 for mask in before)
     assert not torch.equal(before[0], before[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,21 +18,18 @@ from torch import Tensor
 
 from dejavu.bench.backend import Backend, open_backend
 from dejavu.bench.forced import default_rank
+from dejavu.bench.gpu_stack import Draw, Stack
 from dejavu.bench.kernels import MLPShape
 from dejavu.bench.machine import Machine, Origin, origin
 from dejavu.bench.spread import Spread
-from dejavu.engine.graph_step import CudaGraphs
 from dejavu.errors import InputError
 from dejavu.kernels.device import on
-from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
+from dejavu.kernels.matrix import WEIGHT_DTYPES
 from dejavu.kernels.ops import Activation, Ops, Projection
 from dejavu.kernels.selection import Selection
 
-_CALLS = 32  # in a graph, at least: what starting it takes does not count then
 _REPLAYS = 4  # in a turn, each with selections of its own
-_SAMPLE = 64  # inputs that thresholds are set on
 _MOST_BYTES = 40 << 30  # of all layers together
-_LEAD = 2_000_000  # clock cycles that the GPU sleeps while the host queues a replay
 _RELU = Activation("relu")
 _GATHER = "index_select"
 
@@ -120,9 +116,9 @@ def bench_mlp_on_gpu(
         dense_bytes = 2 * shape.intermediate_size * row
         affordable = max(1, _MOST_BYTES // dense_bytes)
         needed = 1 + -(-4 * cache // round(min((*densities, 1.0)) * dense_bytes))
-        stack = _Stack(shape, min(needed, affordable), kind, rank, device)
+        stack = Stack(shape, min(needed, affordable), kind, rank, device)
         arms = _dense_arms(stack, backend.ops, cache)
-        draws = [_Draw(stack, density) for density in densities]
+        draws = [Draw(stack, density) for density in densities]
         for draw in draws:
             arms += _sparse_arms(stack, draw, backend.ops, cache)
         bandwidth = _take_turns(arms, draws, backend, repeats)
@@ -142,128 +138,6 @@ def bench_mlp_on_gpu(
     )
 
 
-class _Stack:
-    """Layers of random weights: up and down `[F, D]`, a predictor, a bias that keeps every
-    activation above 0, and an input for every call."""
-
-    def __init__(
-        self, shape: MLPShape, layers: int, dtype: torch.dtype, rank: int, device: torch.device
-    ) -> None:
-        self.hidden, self.neurons, self.rank = shape.hidden_size, shape.intermediate_size, rank
-        self.layers, self.device, self.dtype = layers, device, dtype
-
-        def weights() -> list[Matrix]:
-            shape = self.neurons, self.hidden
-            made = (torch.empty(shape, dtype=dtype, device=device) for _ in range(layers))
-            return [Matrix(one.normal_(0.0, 0.02)) for one in made]
-
-        def codes(rows: int, columns: int) -> list[Matrix]:
-            scale = torch.full((rows,), columns**-0.5 / 73.3, device=device)
-            size = rows, columns
-            return [
-                Matrix(torch.randint(-127, 128, size, dtype=torch.int8, device=device), scale)
-                for _ in range(layers)
-            ]
-
-        self.up, self.down = weights(), weights()
-        self.first, self.second = codes(rank, self.hidden), codes(self.neurons, rank)
-        self.bias = torch.full((self.neurons,), 1e3, device=device)
-        self.residual = torch.zeros(1, self.hidden, device=device)
-        calls = max(_CALLS, layers)
-        self.x = [torch.randn(1, self.hidden, device=device).to(dtype) for _ in range(calls)]
-        self._capture = CudaGraphs(device) if device.type == "cuda" else None  # one pool for all
-
-    @property
-    def calls(self) -> int:
-        return len(self.x)
-
-    @property
-    def predictor_bytes(self) -> int:
-        """Of one layer, with its biases."""
-        return self.first[0].nbytes + self.second[0].nbytes + 4 * self.neurons
-
-    def mlp_bytes(self, neurons: float) -> float:
-        """Rows of up, with their biases, and of down."""
-        return neurons * (2 * self.hidden * self.dtype.itemsize + 4)
-
-    def timer(self, work: Callable[[], Tensor]) -> Callable[[], float]:
-        """Capture some work; what comes back replays it and returns its seconds on the device.
-
-        The GPU sleeps until the host has queued everything, so the host's time does not count. On
-        the CPU the work is done anew.
-        """
-        if self._capture is None:
-
-            def again() -> float:
-                started = perf_counter()
-                work()
-                return perf_counter() - started
-
-            return again
-        replay = self._capture(work)
-
-        def timed() -> float:
-            begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
-            begun.record()
-            replay()
-            ended.record()
-            ended.synchronize()
-            milliseconds: float = begun.elapsed_time(ended)
-            return milliseconds / 1e3
-
-        return timed
-
-
-class _Draw:
-    """The selections of every call at one density: given ones, and where a predictor's are cut."""
-
-    def __init__(self, stack: _Stack, density: float) -> None:
-        self.density = density
-        self._stack = stack
-        self.kept = max(1, round(density * stack.neurons))
-        shape = stack.calls, self.kept
-        self.indices = torch.zeros(shape, dtype=torch.int32, device=stack.device)
-
-        def empty() -> list[Selection]:
-            make = Selection.empty
-            return [make(stack.neurons, 1, device=stack.device) for _ in range(stack.calls)]
-
-        self.given, self.predicted = empty(), empty()
-        self.biases = [self._cut(layer) for layer in range(stack.layers)]
-        self.fresh()
-
-    def fresh(self) -> None:
-        """Other random neurons and inputs for every call."""
-        stack = self._stack
-        for call, selection in enumerate(self.given):
-            chosen = torch.randperm(stack.neurons, device=stack.device)[: self.kept].sort().values
-            self.indices[call] = chosen
-            mask = torch.zeros(1, stack.neurons, dtype=torch.bool, device=stack.device)
-            mask[0, chosen] = True
-            made = Selection.from_mask(mask)
-            selection.indices.copy_(made.indices)
-            selection.counts.copy_(made.counts)
-        for x in stack.x:
-            x.normal_()
-
-    def predicted_neurons(self) -> float:
-        """That the predictor chose in the last replay, mean of all calls."""
-        counts = torch.stack([selection.counts.sum() for selection in self.predicted])
-        return float(counts.float().mean())
-
-    def _cut(self, layer: int) -> Tensor:
-        """Biases fp32 `[F]` with which a layer's scores are above 0 as often as asked."""
-        stack = self._stack
-        x = torch.randn(_SAMPLE, stack.hidden, device=stack.device)
-        hidden = x @ stack.first[layer].float().t()
-        scores = (hidden @ stack.second[layer].float().t()).flatten()
-        place = scores.numel() - round(self.density * scores.numel())
-        threshold = scores.kthvalue(max(place, 1)).values
-        return (-threshold).expand(stack.neurons).contiguous()
-
-
 Call = Callable[[int, int], Tensor]  # number of the call, number of the layer
 
 
@@ -273,11 +147,11 @@ class _Arm:
     def __init__(
         self,
         name: str,
-        stack: _Stack,
+        stack: Stack,
         call: Call,
         nbytes: float,
         cache: int,
-        draw: _Draw | None = None,
+        draw: Draw | None = None,
         layers: int | None = None,
         count: Callable[[], float] | None = None,
     ) -> None:
@@ -314,7 +188,7 @@ class _Arm:
         self.warm_us.append(1e6 * self._warm() / self.calls)
 
 
-def _dense_arms(stack: _Stack, ops: Ops, cache: int) -> list[_Arm]:
+def _dense_arms(stack: Stack, ops: Ops, cache: int) -> list[_Arm]:
     """Ours, and cuBLAS with each of up and down by rows (as ours) or by columns."""
 
     def ours(call: int, layer: int) -> Tensor:
@@ -343,7 +217,7 @@ def _dense_arms(stack: _Stack, ops: Ops, cache: int) -> list[_Arm]:
     return arms
 
 
-def _sparse_arms(stack: _Stack, draw: _Draw, ops: Ops, cache: int) -> list[_Arm]:
+def _sparse_arms(stack: Stack, draw: Draw, ops: Ops, cache: int) -> list[_Arm]:
     """Ours with a given and with a predicted selection, and a gather with a product."""
 
     def mlp(call: int, layer: int, selection: Selection) -> Tensor:
@@ -378,7 +252,7 @@ def _sparse_arms(stack: _Stack, draw: _Draw, ops: Ops, cache: int) -> list[_Arm]
 
 
 def _take_turns(
-    arms: Sequence[_Arm], draws: Sequence[_Draw], backend: Backend, repeats: int
+    arms: Sequence[_Arm], draws: Sequence[Draw], backend: Backend, repeats: int
 ) -> float:
     """Run all arms again and again; returns the best read bandwidth met on the way, GB/s."""
     bandwidth = 0.0

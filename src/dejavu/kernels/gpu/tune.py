@@ -64,13 +64,16 @@ def tune(
     progress gets each key with what was chosen for it and the microseconds of one call.
     """
     found: dict[str, Config] = {}
+    processors = Tuning.of(device).processors
     with on(device):
         for trial in _trials(shape, device, dtype, batch):
             if trial.key in found:
                 continue
-            times = [
-                (_microseconds(trial, config, device, dtype), config) for config in trial.candidates
-            ]
+            times = []
+            for config in trial.candidates:
+                tuning = Tuning(processors, {trial.key: config})
+                ops = TritonOps(device, dtype, tuning=tuning)
+                times.append((_microseconds(trial, ops), config))
             best, config = min(times)
             if best == float("inf"):
                 continue
@@ -93,12 +96,10 @@ def write_table(path: Path, device_name: str, table: dict[str, Config]) -> None:
     aside.replace(path)
 
 
-def _microseconds(trial: Trial, config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Of one call with a configuration, the median of some replays; infinite where it does not
-    fit the device (registers, shared memory)."""
-    tuning = Tuning.of(device)
-    ops = TritonOps(device, dtype, tuning=Tuning(tuning.processors, {trial.key: config}))
-    side = torch.cuda.Stream(device)
+def _microseconds(trial: Trial, ops: TritonOps) -> float:
+    """Of one call, the median of some replays; infinite where it does not fit the device
+    (registers, shared memory)."""
+    side = torch.cuda.Stream(ops.device)
     try:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
