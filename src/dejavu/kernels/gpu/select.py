@@ -37,8 +37,9 @@ def select_kernel(
     valid = entry < entries
     n = tl.arange(0, ROWS)
     row = entry.to(tl.int64)
-    if ROWS == 1:
-        # Unrolled, so that all of a tile's loads are on their way before the first is used.
+    if ROWS == 1 and RANK <= 16 * WIDTH:
+        # Unrolled, so that all of a tile's loads are on their way before the first is used. A rank
+        # of 32,768 unrolled compiles for minutes.
         sums = tl.zeros([TILE, WIDTH], tl.float32)
         for start in tl.static_range(0, RANK, WIDTH):
             k = start + tl.arange(0, WIDTH)
