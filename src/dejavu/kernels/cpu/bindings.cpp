@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "flash_bindings.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -231,4 +232,5 @@ NB_MODULE(_native, m) {
         return read_bandwidth(*available_tables().back(), bytes, threads, repeats);
       },
       "bytes"_a, "threads"_a, "repeats"_a, "GB/s of each pass of a streaming sum.");
+  bind_flash(m);
 }
