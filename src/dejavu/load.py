@@ -18,6 +18,7 @@ from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
 from dejavu.models.base import DecoderLM
 from dejavu.models.slots import Kind, Slot, assemble, slots
 from dejavu.registry import architecture, unknown
+from dejavu.weights.bundle_write import LayerNeurons
 from dejavu.weights.checkpoint import Checkpoint, open_checkpoint
 
 DTYPES = ("auto", *WEIGHT_DTYPES)
@@ -297,3 +298,59 @@ def random_model(
             data = torch.empty(shape, dtype=WEIGHT_DTYPES[kept], device=target)
             matrices[name] = Matrix(data.normal_(0.0, 0.02, generator=generator))
     return DecoderLM(config, assemble(config, matrices, vectors))
+
+
+class CheckpointNeurons:
+    """`NeuronSource` of a checkpoint: reads one layer's MLP at a time, so a model larger than
+    memory can be packed.
+
+    source, dtype: as for `load_model`; int8 rounds by the same rule, so that the bits in the file
+    are those in memory. Raises what `load_model` raises of a checkpoint that cannot be used.
+    """
+
+    def __init__(self, source: str | os.PathLike[str], *, dtype: str = "auto") -> None:
+        if dtype not in DTYPES:
+            raise unknown("dtype", dtype, DTYPES, InputError)
+        cpu = torch.device("cpu")
+        self.checkpoint = checkpoint = open_checkpoint(source)
+        module = architecture(checkpoint.config.get("model_type"))
+        config: ModelConfig = module.config_from_hf(checkpoint.config)
+        self._held = _todays_names(checkpoint, module)
+        self._slots = {name: s for name, s in slots(config).items() if ".mlp." in name}
+        self._names = {checkpoint_name(name, module.CHECKPOINT_NAMES): name for name in self._slots}
+        if missing := sorted(self._names.keys() - set(self._held.values())):
+            raise CheckpointError(f"{checkpoint.path} lacks tensor {missing[0]}")
+        if dtype == "auto":
+            up = self._source_name("layers.0.mlp.up.weight")
+            quantized = checkpoint.quantization == "int8"
+            dtype = "int8" if quantized else _kept(checkpoint.tensor_infos()[up].dtype, cpu)
+        check_dtype(dtype, cpu)
+        self.name = os.fspath(source)
+        self.dtype = dtype
+        self.hidden_size = config.hidden_size
+        self.gated = config.gated_mlp
+        self.neurons = (config.intermediate_size,) * config.num_hidden_layers
+        parts = ("up", "gate", "down") if config.gated_mlp else ("up", "down")
+        self.biases = parts if config.mlp_bias else ()
+
+    def identity(self) -> str:
+        return self.checkpoint.identity()
+
+    def layer(self, index: int) -> LayerNeurons:
+        prefix = f"layers.{index}.mlp."
+        names = {name: slot for name, slot in self._names.items() if slot.startswith(prefix)}
+        parts: dict[str, Matrix] = {}
+        biases: dict[str, Tensor] = {}
+        for name, tensor, scale in _with_scales(self.checkpoint, self._held, names):
+            slot = self._slots[names[name]]
+            _check_tensor(self.checkpoint, name, tensor, scale, slot)
+            part, leaf = names[name].removeprefix(prefix).split(".")
+            if leaf == "bias":
+                biases[part] = tensor.float().clone()
+            else:
+                parts[part] = _matrix(tensor, scale, slot, self.dtype, torch.device("cpu"))
+        return LayerNeurons(parts, biases)
+
+    def _source_name(self, slot: str) -> str:
+        wanted = next(name for name, found in self._names.items() if found == slot)
+        return next(source for source, name in self._held.items() if name == wanted)
