@@ -8,6 +8,7 @@
 
 #include "crc32c.h"
 #include "flash.h"
+#include "flash_rate.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,6 +17,12 @@ namespace dejavu {
 namespace {
 
 using Address = uintptr_t;
+
+[[noreturn]] void raise_os_error(const std::system_error& error, const std::string& path) {
+  errno = error.code().value();
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+  throw nb::python_error();
+}
 
 void make_reader(FlashReader* self, const std::string& path, int64_t start, int64_t size,
                  int64_t count, Address checksums,
@@ -27,9 +34,7 @@ void make_reader(FlashReader* self, const std::string& path, int64_t start, int6
                            {device, inode, bytes, modified},
                            {depth, direct, uring, gap, max_read});
   } catch (const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
-    throw nb::python_error();
+    raise_os_error(error, path);
   }
 }
 
@@ -47,6 +52,18 @@ void bind_flash(nb::module_& m) {
     const nb::gil_scoped_release release;
     for (size_t i = 0; i < count; ++i)
       ((uint32_t*)out)[i] = crc32c((const uint8_t*)data + i * size, size);
+  });
+
+  m.def("read_rate", [](const std::string& path, Address offsets, int64_t count, int64_t size,
+                        int depth, bool direct, bool uring, double seconds) {
+    try {
+      const nb::gil_scoped_release release;
+      const Rate rate = read_rate(path, (const int64_t*)offsets, count, size, depth, direct, uring,
+                                  seconds);
+      return std::make_tuple(rate.reads, rate.seconds, rate.direct);
+    } catch (const std::system_error& error) {
+      raise_os_error(error, path);
+    }
   });
 
   nb::class_<FlashReader>(m, "FlashReader")
