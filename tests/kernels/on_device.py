@@ -110,5 +110,8 @@ class Cut(Tuning):
     def select(self, *shape: Any) -> Config:
         return self.config
 
+    def lazy(self, *shape: Any) -> Config:
+        return self.config._replace(block=16)
+
     def attention(self, *shape: Any) -> Config:
         return self.config._replace(block=32, shares=self.pieces)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dejavu.engine.device_sampling import draw_rows
+from dejavu.engine.lazy_rows import KeyValues, LazyRows
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
@@ -96,11 +97,14 @@ class GraphStep:
         max_length: int,
         vocab_size: int | None = None,
         capture: Capture | None = None,
+        lazy_kv: bool = False,
     ) -> None:
         """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
         vocab_size: ids lie below it; default: the model's. capture: default, `capture_for` the ops.
         A selector that cannot be captured runs at every step, on just the rows there are.
+        lazy_kv: keys and values of unused heads wait until they are needed, see `LazyRows`; the
+        model must have no `deferred_kv.obstacle`.
         """
         self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
         self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
@@ -117,8 +121,10 @@ class GraphStep:
                 "positions": ((most,), torch.int64),
                 "lengths": ((most,), torch.int32),
                 "block_table": ((most, blocks_for(max_length)), torch.int32),
+                "slots": ((most,), torch.int32),
             },
         )
+        self._lazy = LazyRows(model, most) if lazy_kv else None
         self._draws = Staging(
             model.device,
             {
@@ -133,7 +139,7 @@ class GraphStep:
         self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
         self._logits = torch.empty(0)
         self._seats: tuple[list[Request], int] = [], 0
-        self._graphs: dict[int, Replay] = {}
+        self._graphs: dict[tuple[int, KeyValues], Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
@@ -143,14 +149,19 @@ class GraphStep:
         rows = len(requests)
         bucket = self._write(requests)
         with on(self._model.device):
+            kind: KeyValues = "all"
+            if self._lazy is not None:
+                self._inputs.host()["slots"][:rows] = self._lazy.seat(requests)
+                self._inputs.host()["slots"][rows:bucket] = self._lazy.spare
+                kind = self._lazy.next_step(requests)
             self._inputs.send()
             self._model.prepare(max(r.length for r in requests))
             if self._capture is None:
-                logits = self._forward(bucket)
+                logits = self._forward(bucket, kind)
             else:
-                if bucket not in self._graphs:
-                    self._graphs[bucket] = self._captured(bucket)
-                logits = self._graphs[bucket]()
+                if (bucket, kind) not in self._graphs:
+                    self._graphs[bucket, kind] = self._captured(bucket, kind)
+                logits = self._graphs[bucket, kind]()
         self._logits = logits[:rows]
         return self._logits
 
@@ -231,17 +242,17 @@ class GraphStep:
             self._seats = list(requests), bucket
         return bucket
 
-    def _captured(self, rows: int) -> Replay:
+    def _captured(self, rows: int, kind: KeyValues) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""
         assert self._capture is not None
         meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
         before = None if meter is None else meter.snapshot()
-        replay = self._capture(lambda: self._forward(rows))
+        replay = self._capture(lambda: self._forward(rows, kind))
         if meter is not None and before is not None:
             meter.restore(before)
         return replay
 
-    def _forward(self, rows: int) -> Tensor:
+    def _forward(self, rows: int, kind: KeyValues) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
         device = self._inputs.device
         batch = Batch(
@@ -249,6 +260,9 @@ class GraphStep:
             device["positions"][:rows],
             device["block_table"][:rows],
             device["lengths"][:rows],
+            deferred=None
+            if self._lazy is None
+            else self._lazy.deferral(kind, device["slots"][:rows]),
         )
         logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         logits = logits[:, : self._vocab].contiguous()

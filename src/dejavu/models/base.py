@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from dejavu.config import ModelConfig
+from dejavu.kernels.lazy import attend_lazily
 from dejavu.kernels.matrix import HALVES, Matrix
-from dejavu.kernels.ops import Activation, Ops, Projection
+from dejavu.kernels.ops import Activation, CacheView, Ops, Projection
+from dejavu.kernels.selection import Selection
+from dejavu.models.deferred_kv import Deferral
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
 from dejavu.models.rope import RopeTable
 from dejavu.sparsity.policy import Points, Selector, Site, Stage
@@ -85,7 +88,8 @@ class Batch:
     """The rows of one step: B single tokens of B sequences, or N tokens of one sequence.
 
     ids, positions: int64 `[N]`; block_table: int32 `[B, max_blocks]`; lengths: int32 `[B]`, tokens
-    in the cache after the step. last_only: logits of the last row alone (prefill).
+    in the cache after the step. last_only: logits of the last row alone (prefill). deferred: keys
+    and values of unused heads are left for later (decode; see `kernels.lazy`).
     """
 
     ids: Tensor
@@ -93,6 +97,7 @@ class Batch:
     block_table: Tensor
     lengths: Tensor
     last_only: bool = False
+    deferred: Deferral | None = None
 
     @staticmethod
     def prefill(
@@ -201,6 +206,40 @@ class DecoderLM:
         x = self._norm(hidden, block.attention_norm, ops) if c.pre_norm else hidden
         points.add(x)
         groups = selector.select(Site.HEADS, layer, points, ops)
+        view = cache.view(layer, batch.block_table, batch.lengths)
+        scale, window = c.head_dim**-0.5, c.window(layer)
+        if batch.deferred is not None and groups is not None:
+            heads = attend_lazily(
+                ops,
+                x,
+                Projection(w.q.weight, w.q.bias),
+                Projection(w.k.weight, w.k.bias),
+                Projection(w.v.weight, w.v.bias),
+                view,
+                batch.deferred.view(layer),
+                scale=scale,
+                window=window,
+                selection=groups,
+            )
+        else:
+            heads = self._heads(x, w, groups, batch, view, scale, window, ops)
+        selector.observe(Stage.HEAD_OUTPUTS, layer, heads)
+        hidden = ops.combine(heads.flatten(1), w.o.weight, w.o.bias, groups, residual=hidden)
+        return hidden if c.pre_norm else self._norm(hidden, block.attention_norm, ops)
+
+    def _heads(
+        self,
+        x: Tensor,
+        w: Attention,
+        groups: Selection | None,
+        batch: Batch,
+        view: CacheView,
+        scale: float,
+        window: int | None,
+        ops: Ops,
+    ) -> Tensor:
+        """Outputs of the heads, `[N, H, d]`; keys and values of all enter the cache."""
+        c = self.config
         q, k, v = ops.linear(
             x,
             [
@@ -218,18 +257,7 @@ class DecoderLM:
         if self.rope is not None:
             q = ops.rope(q, batch.positions, self.rope.cos, self.rope.sin)
             k = ops.rope(k, batch.positions, self.rope.cos, self.rope.sin)
-        heads = ops.attention(
-            q,
-            k,
-            v,
-            cache.view(layer, batch.block_table, batch.lengths),
-            scale=c.head_dim**-0.5,
-            window=c.window(layer),
-            selection=groups,
-        )
-        selector.observe(Stage.HEAD_OUTPUTS, layer, heads)
-        hidden = ops.combine(heads.flatten(1), w.o.weight, w.o.bias, groups, residual=hidden)
-        return hidden if c.pre_norm else self._norm(hidden, block.attention_norm, ops)
+        return ops.attention(q, k, v, view, scale=scale, window=window, selection=groups)
 
     def _mlp(
         self,

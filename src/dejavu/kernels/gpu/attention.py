@@ -15,16 +15,19 @@ from dejavu.kernels.gpu.grid import begin, is_listed
 @triton.jit
 def attention_kernel(
     q, k, v, keys, values, table, lengths, y, scale, window, kv_heads, head_dim, max_blocks,
-    indices, counts, mask, partial, arrived,
+    indices, counts, mask, missing, slots, partial, arrived,
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, RING: tl.constexpr, COMPLETE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one key/value head with its GROUP query heads, one split.
 
     q `[N, H, d]`; k, v `[N, K, d]`; y `[N, H, d]`; partial fp32 `[N * K, SPLITS, QUERIES, DIM + 2]`
     (weighted values, then the largest score and the weights' sum); arrived int32 `[N * K]`, left at
     0. QUERIES: GROUP, padded for `tl.dot` where GROUP > 1.
+
+    Lazy-kv (k is None): the cache holds what used heads need of the step's own token too, and
+    unused ones note in `missing` that they lack it; see `kernels.lazy`.
     """
     begin(PDL)
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -33,15 +36,16 @@ def attention_kernel(
     c = tl.arange(0, DIM)
     t = tl.arange(0, TOKENS)
     channel = c < head_dim
-    fresh = (row * kv_heads + head) * head_dim + c
-    new_key = tl.load(k + fresh, mask=channel, other=0.0).to(keys.dtype.element_ty)
-    new_value = tl.load(v + fresh, mask=channel, other=0.0).to(values.dtype.element_ty)
-    if split == 0:
-        last = length - 1
-        block = tl.load(table + row * max_blocks + last // BLOCK_TOKENS).to(tl.int64)
-        slot = ((block * BLOCK_TOKENS + last % BLOCK_TOKENS) * kv_heads + head) * head_dim + c
-        tl.store(keys + slot, new_key, mask=channel)
-        tl.store(values + slot, new_value, mask=channel)
+    if k is not None:
+        fresh = (row * kv_heads + head) * head_dim + c
+        new_key = tl.load(k + fresh, mask=channel, other=0.0).to(keys.dtype.element_ty)
+        new_value = tl.load(v + fresh, mask=channel, other=0.0).to(values.dtype.element_ty)
+        if split == 0:
+            last = length - 1
+            block = tl.load(table + row * max_blocks + last // BLOCK_TOKENS).to(tl.int64)
+            slot = ((block * BLOCK_TOKENS + last % BLOCK_TOKENS) * kv_heads + head) * head_dim + c
+            tl.store(keys + slot, new_key, mask=channel)
+            tl.store(values + slot, new_value, mask=channel)
     spot = ((row * kv_heads + head) * GROUP + g[:, None]) * head_dim + c[None, :]
     real = (g[:, None] < GROUP) & channel[None, :]
     if SELECTED:
@@ -52,6 +56,14 @@ def attention_kernel(
             used = tl.load(mask + row * kv_heads + head).to(tl.int32)
     else:
         used = 1
+    if missing is not None:
+        if split == 0:
+            debt = missing + tl.load(slots + row) * kv_heads + head
+            if COMPLETE:
+                tl.store(debt, 0)
+            else:
+                more = tl.load(debt) | (1 << ((length - 1) % RING))
+                tl.store(debt, tl.where(used != 0, 0, more))
     if used == 0:
         if split == 0:
             tl.store(y + spot, tl.zeros([QUERIES, DIM], tl.float32), mask=real)
@@ -67,16 +79,21 @@ def attention_kernel(
         for start in tl.range(first, end, TOKENS, num_stages=STAGES):
             token = start + t
             inside = token < end
-            old = inside & (token < length - 1)
+            if k is not None:
+                old = inside & (token < length - 1)
+            else:
+                old = inside
             block = tl.load(table + row * max_blocks + token // BLOCK_TOKENS, mask=old, other=0)
             slot = (block.to(tl.int64) * BLOCK_TOKENS + token % BLOCK_TOKENS) * kv_heads + head
             place = slot[:, None] * head_dim + c[None, :]
             held = old[:, None] & channel[None, :]
-            is_new = token == length - 1
             key = tl.load(keys + place, mask=held, other=0.0)
-            key = tl.where(is_new[:, None], new_key[None, :], key).to(tl.float32)
             value = tl.load(values + place, mask=held, other=0.0)
-            value = tl.where(is_new[:, None], new_value[None, :], value).to(tl.float32)
+            if k is not None:
+                is_new = token == length - 1
+                key = tl.where(is_new[:, None], new_key[None, :], key)
+                value = tl.where(is_new[:, None], new_value[None, :], value)
+            key, value = key.to(tl.float32), value.to(tl.float32)
             if GROUP == 1:
                 score = tl.sum(query * key, axis=1)[None, :]
             else:

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from dejavu.kernels.gpu.attention import attention_kernel
+from dejavu.kernels.gpu.lazy import lazy_kernel
 from dejavu.kernels.gpu.norm import norm_kernel, rope_kernel
 from dejavu.kernels.gpu.rows import project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
 from dejavu.kernels.gpu.sums import sum_rows_kernel
 from dejavu.kernels.gpu.tuning import Tuning, power_of_two
+from dejavu.kernels.lazy import RING, DeferredView
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection
 
 MAX_ROWS = 16
 _EVERYTHING = 1 << 30  # a window no context reaches
+_COPY = 2048  # elements of an input that a program keeps for later
 _ARRIVALS = 1 << 14  # places where programs count themselves
 
 
@@ -117,9 +120,58 @@ class TritonOps:
         window: int | None,
         selection: Selection | None,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        k, v = k.contiguous(), v.contiguous()
+        return self._attend(q.contiguous(), k, v, cache, scale, window, selection)
+
+    def attend_lazily(
+        self,
+        x: Tensor,
+        q: Projection,
+        k: Projection,
+        v: Projection,
+        cache: CacheView,
+        deferred: DeferredView,
+        *,
+        scale: float,
+        window: int | None,
+        selection: Selection,
+    ) -> Tensor:
+        """See `kernels.lazy.LazyOps`."""
+        x = x.contiguous()
+        rows, width = x.shape
+        heads, head_dim = cache.keys.shape[2:]
+        queries = self._empty(rows, heads, head_dim)
+        config = self.tuning.lazy(rows, heads * head_dim, width, q.weight.data.element_size())
+        block = min(config.block, max(16, power_of_two(head_dim)))
+        parts = -(-head_dim // block)
+        self._launch(
+            lazy_kernel, (3 * heads * parts + rows * -(-width // _COPY),),
+            x, deferred.inputs, deferred.missing, deferred.slots, cache.lengths, rows, width,
+            q.weight.data, q.weight.scale, q.bias, queries,
+            k.weight.data, k.weight.scale, k.bias, cache.keys,
+            v.weight.data, v.weight.scale, v.bias, cache.values,
+            cache.block_table, cache.block_table.stride(0), heads, head_dim, parts,
+            *_lists(selection), COMPLETE=deferred.complete, RING=RING,
+            BLOCK_TOKENS=cache.keys.shape[1], TILE=_tile(selection),
+            COLUMNS=RING * power_of_two(rows), BLOCK=block, WIDTH=config.width,
+            EVEN=width % config.width == 0, STAGES=config.stages, COPY=_COPY,
+            num_warps=config.warps,
+        )  # fmt: skip
+        return self._attend(queries, None, None, cache, scale, window, selection, deferred)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: CacheView,
+        scale: float,
+        window: int | None,
+        selection: Selection | None,
+        deferred: DeferredView | None = None,
+    ) -> Tensor:
         rows, heads, head_dim = q.shape
-        kv_heads = k.shape[1]
+        kv_heads = cache.keys.shape[2]
         lengths = cache.lengths.contiguous()
         assert len(lengths) == rows, "prefill runs on TorchOps"
         assert cache.block_table.stride(1) == 1
@@ -136,10 +188,13 @@ class TritonOps:
             attention_kernel, (rows, kv_heads, splits),
             q, k, v, cache.keys, cache.values, cache.block_table, lengths, y, scale,
             _EVERYTHING if window is None else window, kv_heads, head_dim,
-            cache.block_table.stride(0), *_lists(selection), partial, self._arrived,
+            cache.block_table.stride(0), *_lists(selection),
+            None if deferred is None else deferred.missing,
+            None if deferred is None else deferred.slots, partial, self._arrived,
             BLOCK_TOKENS=cache.keys.shape[1], GROUP=group, QUERIES=queries, DIM=dim,
             TOKENS=config.block, SPLITS=splits, SELECTED=selection is not None,
-            TILE=_tile(selection), STAGES=config.stages, num_warps=config.warps,
+            TILE=_tile(selection), RING=RING, COMPLETE=deferred is not None and deferred.complete,
+            STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
         return y
 

@@ -99,6 +99,12 @@ class Tuning:
             lambda: Config(0, max(16, min(power_of_two(rank), 64)), 1, 8),
         )
 
+    def lazy(self, rows: int, outputs: int, width: int, itemsize: int) -> Config:
+        """Projections of used heads with all they lack; block: rows of one head."""
+        return self._choose(
+            f"lazy/{_rows(rows)}/{outputs}x{width}/{itemsize}", lambda: Config(32, 128, 3, 4)
+        )
+
     def attention(self, rows: int, kv_heads: int, head_dim: int) -> Config:
         """Tokens at once; shares is the number of splits, a power of two."""
 
