@@ -20,7 +20,7 @@ from dejavu.kernels.selection import Selection
 from dejavu.models.deferred_kv import Deferral
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
 from dejavu.models.rope import RopeTable
-from dejavu.sparsity.policy import Points, Selector, Site, Stage
+from dejavu.sparsity.policy import InputReader, Points, Selector, Site, Stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +205,7 @@ class DecoderLM:
         c, w = self.config, block.attention
         x = self._norm(hidden, block.attention_norm, ops) if c.pre_norm else hidden
         points.add(x)
+        inputs = selector.inputs(layer)
         groups = selector.select(Site.HEADS, layer, points, ops)
         view = cache.view(layer, batch.block_table, batch.lengths)
         scale, window = c.head_dim**-0.5, c.window(layer)
@@ -222,9 +223,13 @@ class DecoderLM:
                 selection=groups,
             )
         else:
-            heads = self._heads(x, w, groups, batch, view, scale, window, ops)
+            heads = self._heads(x, w, groups, inputs, batch, view, scale, window, ops)
         selector.observe(Stage.HEAD_OUTPUTS, layer, heads)
-        hidden = ops.combine(heads.flatten(1), w.o.weight, w.o.bias, groups, residual=hidden)
+        flat = heads.flatten(1)
+        if inputs is not None:
+            hidden = inputs.o(flat, hidden, ops)
+        else:
+            hidden = ops.combine(flat, w.o.weight, w.o.bias, groups, residual=hidden)
         return hidden if c.pre_norm else self._norm(hidden, block.attention_norm, ops)
 
     def _heads(
@@ -232,6 +237,7 @@ class DecoderLM:
         x: Tensor,
         w: Attention,
         groups: Selection | None,
+        inputs: InputReader | None,
         batch: Batch,
         view: CacheView,
         scale: float,
@@ -240,14 +246,17 @@ class DecoderLM:
     ) -> Tensor:
         """Outputs of the heads, `[N, H, d]`; keys and values of all enter the cache."""
         c = self.config
-        q, k, v = ops.linear(
-            x,
-            [
-                Projection(w.q.weight, w.q.bias, groups),
-                Projection(w.k.weight, w.k.bias),
-                Projection(w.v.weight, w.v.bias),
-            ],
-        )
+        if inputs is not None:
+            q, k, v = inputs.qkv(x, ops)
+        else:
+            q, k, v = ops.linear(
+                x,
+                [
+                    Projection(w.q.weight, w.q.bias, groups),
+                    Projection(w.k.weight, w.k.bias),
+                    Projection(w.v.weight, w.v.bias),
+                ],
+            )
         q = q.view(-1, c.num_attention_heads, c.head_dim)
         k = k.view(-1, c.num_key_value_heads, c.head_dim)
         v = v.view(-1, c.num_key_value_heads, c.head_dim)
@@ -271,17 +280,21 @@ class DecoderLM:
         c, w = self.config, block.mlp
         x = self._norm(hidden, block.mlp_norm, ops) if c.pre_norm else hidden
         points.add(x)
+        inputs = selector.inputs(layer)
         neurons = selector.select(Site.NEURONS, layer, points, ops)
-        hidden = ops.mlp(
-            x,
-            Projection(w.up.weight, w.up.bias),
-            None if w.gate is None else Projection(w.gate.weight, w.gate.bias),
-            w.down.weight,
-            w.down.bias,
-            self.activation,
-            neurons,
-            residual=hidden,
-        )
+        if inputs is not None:
+            hidden = inputs.mlp(x, hidden, ops)
+        else:
+            hidden = ops.mlp(
+                x,
+                Projection(w.up.weight, w.up.bias),
+                None if w.gate is None else Projection(w.gate.weight, w.gate.bias),
+                w.down.weight,
+                w.down.bias,
+                self.activation,
+                neurons,
+                residual=hidden,
+            )
         return hidden if c.pre_norm else self._norm(hidden, block.mlp_norm, ops)
 
     def _norm(self, hidden: Tensor, norm: Norm, ops: Ops) -> Tensor:

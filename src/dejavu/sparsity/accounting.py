@@ -7,7 +7,7 @@ rows do not. Only a row that is really not read counts as skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class _Affine(Protocol):
 class _Attention(Protocol):
     @property
     def q(self) -> _Affine: ...
+    @property
+    def k(self) -> _Affine: ...
+    @property
+    def v(self) -> _Affine: ...
     @property
     def o(self) -> _Affine: ...
 
@@ -75,12 +79,15 @@ class LayerReads:
     """Rows that a step read in one layer, as a mean over steps; None: all.
 
     neurons: rows of up (and gate). active: rows of down, where zero activations are skipped; None:
-    as many as `neurons`. groups: KV groups whose q and o rows were read.
+    as many as `neurons`. groups: KV groups whose q and o rows were read. inputs: channels read at
+    each input site by name (`qkv`, `o`, `gate_up`, `down`), where input sparsity skips some; then
+    the other figures are those of what is computed, and do not count.
     """
 
     neurons: float | None = None
     active: float | None = None
     groups: float | None = None
+    inputs: Mapping[str, float] | None = None
 
 
 def stored_bytes(part: object, dtype: str | None = None) -> int:
@@ -135,6 +142,9 @@ def step_bytes(
     """
     total = float(dense_bytes(weights) + predictor_bytes)
     for block, read in zip(weights.blocks, reads, strict=True):
+        if read.inputs is not None:
+            total -= _skipped_inputs(block, read.inputs)
+            continue
         neurons = block.mlp.down.weight.rows
         listed = neurons if read.neurons is None else read.neurons
         active = listed if read.active is None else read.active
@@ -143,6 +153,26 @@ def step_bytes(
         total -= (neurons - listed) * scores + (neurons - active) * down
         total -= (groups - used) * group_bytes(block.attention, groups)
     return total
+
+
+def input_parts(block: _Block) -> dict[str, tuple[int, int]]:
+    """Channels of each input site, and bytes of all matrices that read it."""
+    a, mlp = block.attention, block.mlp
+    gate_up = mlp.up.weight.nbytes + (0 if mlp.gate is None else mlp.gate.weight.nbytes)
+    return {
+        "qkv": (a.q.weight.columns, sum(p.weight.nbytes for p in (a.q, a.k, a.v))),
+        "o": (a.o.weight.rows, a.o.weight.nbytes),
+        "gate_up": (mlp.up.weight.columns, gate_up),
+        "down": (mlp.down.weight.rows, mlp.down.weight.nbytes),
+    }
+
+
+def _skipped_inputs(block: _Block, read: Mapping[str, float]) -> float:
+    return sum(
+        (1 - read[site] / channels) * size
+        for site, (channels, size) in input_parts(block).items()
+        if site in read
+    )
 
 
 def _row(affine: _Affine) -> float:

@@ -56,6 +56,21 @@ class AttentionView(Protocol):
     """The attention of a block."""
 
     @property
+    def q(self) -> AffineView:
+        """`[H * d, D]`."""
+        ...
+
+    @property
+    def k(self) -> AffineView:
+        """`[K * d, D]`."""
+        ...
+
+    @property
+    def v(self) -> AffineView:
+        """`[K * d, D]`."""
+        ...
+
+    @property
     def o(self) -> AffineView:
         """Transposed, `[H * d, D]`."""
         ...

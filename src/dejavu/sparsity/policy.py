@@ -7,6 +7,7 @@ measuring, collecting, evaluating and serving run one forward.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Protocol
 
 from torch import Tensor
 
@@ -53,6 +54,23 @@ class Points:
         return self._inputs[index]
 
 
+class InputReader(Protocol):
+    """How one block reads its projections where a selector skips input channels; it stands in for
+    the block's dense projections, and nothing is selected at the sites of `Site` then."""
+
+    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+        """q, k, v of the attention's input fp32 `[N, D]`."""
+        ...
+
+    def o(self, heads: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """residual + output projection of the heads' outputs fp32 `[N, H * d]`."""
+        ...
+
+    def mlp(self, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """residual + MLP of its input fp32 `[N, D]`."""
+        ...
+
+
 class Selector:
     """Base of all selectors; by itself the dense arm: everything is selected.
 
@@ -64,6 +82,10 @@ class Selector:
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         """What `layer` computes at `site` for each row; None: everything."""
+        return None
+
+    def inputs(self, layer: int) -> InputReader | None:
+        """What reads the projections of `layer`; None: the model itself, all input channels."""
         return None
 
     def observe(self, stage: Stage, layer: int, value: Tensor) -> None:

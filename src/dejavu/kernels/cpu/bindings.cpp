@@ -215,6 +215,26 @@ NB_MODULE(_native, m) {
              return self.call("tally", self.kernels().tally,
                               {&selection, rows, at<int64_t>(counter)});
            })
+      .def("choose",
+           [](Recorder& self, Address x, Size rows, Address floors, const Selection& out,
+              Address counter) {
+             return self.call("choose", self.kernels().choose,
+                              {at<float>(x), rows, at<float>(floors), out, at<int64_t>(counter)});
+           })
+      .def("project",
+           [](Recorder& self, Address x, Size rows, const Matrix& weight, Address bias,
+              const Selection* selection, Size tile, bool gated, Activation activation,
+              float threshold, const std::vector<std::pair<Size, Address>>& parts) {
+             ProjectArgs args = {at<float>(x), rows, &weight, at<float>(bias), selection, tile,
+                                 gated, activation, threshold, (Size)parts.size(), {}, {}};
+             for (size_t part = 0; part < parts.size(); ++part) {
+               args.widths[part] = parts[part].first;
+               args.outs[part] = at<float>(parts[part].second);
+             }
+             return self.call("project", self.kernels().project, args);
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg())
       .def("argmax", [](Recorder& self, Address x, Size rows, Size width, Address out) {
         return self.call("argmax", self.kernels().argmax,
                          {at<float>(x), rows, width, at<int64_t>(out)});

@@ -139,6 +139,31 @@ struct ArgmaxArgs {
   int64_t* out;
 };
 
+struct ChooseArgs {
+  const float* x;  // [N, out.entries]
+  Size rows;
+  const float* floors;  // [out.entries]: magnitudes below are left out
+  Selection out;
+  int64_t* counter;  // [3] or null: entries read, used and rows are added
+};
+
+constexpr Size kMaxParts = 3;
+
+struct ProjectArgs {
+  const float* x;  // [N, weight->rows]
+  Size rows;
+  const Matrix* weight;  // by input channel, its columns the outputs of all parts side by side
+  const float* bias;     // [weight->columns] or null
+  const Selection* selection;
+  Size tile;  // input channels a partial sum covers
+  bool gated;  // the halves are gate and up: outs[0] = activation(gate) * up
+  Activation activation;
+  float threshold;
+  Size part_count;
+  Size widths[kMaxParts];
+  float* outs[kMaxParts];  // [N, widths[part]]
+};
+
 // Floats of scratch a kernel needs: `shared` once, `local` for each thread.
 struct Scratch {
   Size shared = 0, local = 0;
@@ -157,6 +182,8 @@ struct Scratch {
   X(select, SelectArgs)      \
   X(select_signs, SelectSignsArgs) \
   X(tally, TallyArgs)        \
+  X(choose, ChooseArgs)      \
+  X(project, ProjectArgs)    \
   X(argmax, ArgmaxArgs)
 
 template <class Args>

@@ -1,0 +1,193 @@
+"""Input sparsity: small channels of a projection's input are skipped, with their column of weights.
+
+For `y = W x` a channel counts by `|x_i|` times the norm of column i of W (WINA, arXiv 2505.19427),
+and is skipped below a calibrated threshold (TEAL, arXiv 2408.14690): no training, no predictor, and
+no activation that has zeros. Projections of one input share one choice. What is skipped must lie
+together, so q, k, v and gate, up are held once more, by input channel; o and down always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from dejavu.kernels.channels import Stacked, channel_ops
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.native import MAX_ROWS
+from dejavu.kernels.ops import Activation, Ops
+from dejavu.kernels.selection import Selection
+from dejavu.sparsity.accounting import LayerReads
+from dejavu.sparsity.meter import MeteredSelector
+from dejavu.sparsity.model_view import AffineView, BlockView, Cache, ModelView
+
+
+class InputSite(StrEnum):
+    """Inputs whose channels can be skipped: of q, k and v; of o; of gate and up; of down (there a
+    channel is a neuron, and the input its activation)."""
+
+    QKV = "qkv"
+    O = "o"  # noqa: E741
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+_INDEX = {site: number for number, site in enumerate(InputSite)}
+Thresholds = Mapping[InputSite, float]
+"""Of the weight-aware score at each site; 0 keeps everything."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByInput:
+    """The matrices of one block, each by input channel."""
+
+    qkv: Stacked
+    o: Stacked
+    gate_up: Stacked
+    down: Stacked
+
+    @staticmethod
+    def of(block: BlockView) -> ByInput:
+        """Copies of q, k, v and gate, up in the other orientation; o and down are the model's own.
+
+        int8 matrices are quantised anew, with a scale an input channel.
+        """
+        a, mlp = block.attention, block.mlp
+        assert mlp.gate is not None, "checked when the plan was made"
+        return ByInput(
+            _stacked(a.q, a.k, a.v),
+            Stacked(a.o.weight, (a.o.weight.columns,), a.o.bias),
+            _stacked(mlp.gate, mlp.up),
+            Stacked(mlp.down.weight, (mlp.down.weight.columns,), mlp.down.bias),
+        )
+
+    def at(self, site: InputSite) -> Stacked:
+        """The projections that read a site's input."""
+        found: Stacked = getattr(self, site.value)
+        return found
+
+    def norms(self, site: InputSite) -> Tensor:
+        """fp32 `[channels]`: how strongly the projections of a site answer to each channel."""
+        norms: Tensor = torch.linalg.vector_norm(self.at(site).weight.float(), dim=1)
+        return norms
+
+
+def _stacked(*parts: AffineView) -> Stacked:
+    dtype = parts[0].weight.dtype
+    wide = [p.weight.float() if dtype == "int8" else p.weight.data for p in parts]
+    weight = Matrix.from_float(torch.cat([w.t() for w in wide], dim=1), dtype)
+    bias = None
+    if any(p.bias is not None for p in parts):
+        rows = [(p.weight.rows, p.bias) for p in parts]
+        bias = torch.cat([torch.zeros(n) if b is None else b for n, b in rows])
+    return Stacked(weight, tuple(p.weight.rows for p in parts), bias)
+
+
+def input_obstacle(model: ModelView[Cache]) -> str | None:
+    """Why input sparsity does not fit a model; None: it does."""
+    if model.weights.blocks[0].mlp.gate is None:
+        return "its MLP has no gate"
+    return None
+
+
+class LayerInputs:
+    """How one block reads its projections; what `DecoderLM` asks in place of dense projections."""
+
+    def __init__(
+        self,
+        matrices: ByInput,
+        floors: Mapping[InputSite, Tensor],
+        counters: Tensor,
+        activation: Activation,
+    ) -> None:
+        """floors: fp32 `[channels]` of the magnitudes that are kept, for sites that skip.
+        counters: int64 `[sites, 3]`, see `Ops.tally`."""
+        self.matrices, self._activation = matrices, activation
+        self._floors, self._counters = floors, counters
+        self._buffers: dict[tuple[InputSite, int], Selection] = {}
+
+    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+        """q, k, v of the attention's input fp32 `[N, D]`."""
+        chosen = self.choose(InputSite.QKV, x, ops)
+        return channel_ops(ops).project(x, self.matrices.qkv, chosen)
+
+    def o(self, heads: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """residual + output projection of the heads' outputs fp32 `[N, H * d]`."""
+        return self._combine(InputSite.O, heads, residual, ops)
+
+    def mlp(self, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """residual + MLP of its input fp32 `[N, D]`."""
+        chosen = self.choose(InputSite.GATE_UP, x, ops)
+        neurons = channel_ops(ops).gated(x, self.matrices.gate_up, self._activation, chosen)
+        return self._combine(InputSite.DOWN, neurons, residual, ops)
+
+    def choose(self, site: InputSite, x: Tensor, ops: Ops) -> Selection | None:
+        """The channels of a site's input that are read; None: all."""
+        floors = self._floors.get(site)
+        if floors is None:
+            return None
+        rows, counter = len(x), self._counters[_INDEX[site]]
+        if rows > MAX_ROWS:  # a prompt: nothing to replay
+            return channel_ops(ops).choose(x, floors, counter, None)
+        out = self._buffers.get((site, rows))
+        if out is None:
+            out = self._buffers[site, rows] = Selection.empty(len(floors), rows, device=x.device)
+        return channel_ops(ops).choose(x, floors, counter, out)
+
+    def _combine(self, site: InputSite, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        chosen, stacked = self.choose(site, x, ops), self.matrices.at(site)
+        return ops.combine(x, stacked.weight, stacked.bias, chosen, residual)
+
+
+class InputSelector(MeteredSelector):
+    """Skips small input channels of all projections of the blocks, at thresholds a layer."""
+
+    def __init__(self, model: ModelView[Cache], thresholds: Sequence[Thresholds]) -> None:
+        """thresholds: of each layer; a site without one, or with 0, reads everything."""
+        super().__init__(len(thresholds), model.device)
+        blocks = model.weights.blocks
+        assert len(blocks) == len(thresholds)
+        self._counters = torch.zeros(
+            len(blocks), len(InputSite), 3, dtype=torch.int64, device=model.device
+        )
+        self.layers: list[LayerInputs | None] = []
+        for block, wanted, counters in zip(blocks, thresholds, self._counters, strict=True):
+            if not any(wanted.values()):
+                self.layers.append(None)
+                continue
+            matrices = ByInput.of(block)
+            floors = {
+                site: value / matrices.norms(site) for site, value in wanted.items() if value > 0
+            }
+            self.layers.append(LayerInputs(matrices, floors, counters, model.activation))
+
+    def inputs(self, layer: int) -> LayerInputs | None:
+        return self.layers[layer]
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        super().reset()
+        self._counters.zero_()
+
+    def reads(self, steps: int | None = None) -> list[LayerReads]:
+        """Mean over the steps since the last reset, by layer: channels that any row of a step read.
+
+        steps: how many there were; default: as if every step had one row.
+        """
+        return self._means(lambda read, used, rows: read / (rows if steps is None else steps))
+
+    def used(self) -> list[LayerReads]:
+        """Channels that one row used, mean over rows and steps, by layer."""
+        return self._means(lambda read, used, rows: used / rows)
+
+    def _means(self, mean: Callable[[int, int, int], float]) -> list[LayerReads]:
+        found = []
+        for layer in self._counters.tolist():
+            counted = {
+                str(site): mean(*c) for site, c in zip(InputSite, layer, strict=True) if c[2]
+            }
+            found.append(LayerReads(inputs=counted))
+        return found
