@@ -180,7 +180,10 @@ Outcome FlashReader::wait(int64_t number) {
 
 Counters FlashReader::counters() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return counters_;
+  Counters now = counters_;
+  if (outstanding_)
+    now.busy_seconds += std::chrono::duration<double>(Clock::now() - busy_since_).count();
+  return now;
 }
 
 void FlashReader::reset_counters() {
