@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from dejavu.errors import DejavuError, PlanError
+from dejavu.kernels.nibbles import Nibbles
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.predictor import plan as plan_module
-from dejavu.predictor.plan import LayerPolicy, Level, Plan, load_plan
+from dejavu.predictor.network import Predictor
+from dejavu.predictor.plan import LayerPolicy, Level, Plan, Source, load_plan
 from dejavu.sparsity.policy import Dense, Selector
 
 from . import tiny
@@ -53,9 +55,11 @@ def test_a_plan_comes_back_as_it_was_saved(plan: Plan, tmp_path: Path) -> None:
         assert other.distance == source.distance
         for part in ("first", "second"):
             mine, theirs = getattr(source.predictor, part), getattr(other.predictor, part)
-            assert mine.dtype == theirs.dtype == "int8"
+            assert isinstance(mine, Nibbles)
+            assert isinstance(theirs, Nibbles)
+            assert mine.columns == theirs.columns
             assert torch.equal(mine.data, theirs.data)
-            assert torch.equal(mine.scale, theirs.scale)
+            assert torch.equal(mine.step, theirs.step)
         assert torch.equal(source.predictor.bias, other.predictor.bias)
     assert sorted(p.name for p in (tmp_path / "again").iterdir()) == [
         "plan.json",
@@ -228,3 +232,28 @@ def test_a_recorded_step_selects_as_the_reference_does(plan: Plan, loaded: Loade
         request.token_ids.append(token)
         torch.testing.assert_close(step.run([request])[0], expected[n], rtol=1e-3, atol=1e-3)
     assert selector.meter.used() == reference.meter.used()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_int8_predictors_of_either_version_are_read(
+    plan: Plan, loaded: LoadedModel, tmp_path: Path, version: int
+) -> None:
+    """Before 4 bits there were only int8 ones: they load, and choose by what they hold."""
+    wide = {
+        key: Source(
+            Predictor(s.predictor.first.int8(), s.predictor.second.int8(), s.predictor.bias),
+            s.distance,
+        )
+        for key, s in plan.predictors.items()
+        if isinstance(s.predictor.first, Nibbles) and isinstance(s.predictor.second, Nibbles)
+    }
+    assert wide.keys() == plan.predictors.keys()
+    replace(plan, predictors=wide).save(tmp_path / "old")
+    edit(tmp_path / "old", lambda content: content.update(format_version=version))
+    old = load_plan(tmp_path / "old")
+    assert {s.predictor.bits for s in old.predictors.values()} == {8}
+    # The same numbers; only activations are rounded in one of them.
+    dense = logits(loaded, Dense())
+    for level in ("balanced", "fast"):
+        found, expected = (logits(loaded, p.selector(loaded, level)) for p in (old, plan))
+        assert (found - expected).abs().max() <= (expected - dense).abs().max() + 1e-5

@@ -98,7 +98,7 @@ def _selection(plan: str | None, level: str, policy: str | None) -> dict[str, An
     content = hashlib.sha256(json.dumps(asdict(loaded.level(level))).encode())
     for _, source in sorted(loaded.predictors.items()):
         for matrix in (source.predictor.first, source.predictor.second):
-            content.update(matrix.float().numpy().tobytes())
+            content.update(matrix.data.float().numpy().tobytes())
         content.update(source.predictor.bias.numpy().tobytes())
     return {"plan": plan, "level": level, "sha256": content.hexdigest()}
 

@@ -21,6 +21,7 @@ from dejavu.kernels.compiled import (
     selection_handle,
 )
 from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.nibbles import Nibbles, blocks, half_steps
 from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection, tile_size
 
@@ -361,6 +362,35 @@ class NativeOps:
             x.data_ptr(), rows, width, signs.data_ptr(), thresholds.data_ptr(), chosen
         )
         self._done(fault, chosen, out)
+        return out
+
+    def select_nibbles(
+        self,
+        x: Tensor,
+        first: Nibbles,
+        second: Nibbles,
+        limits: Tensor,
+        *,
+        out: Selection | None = None,
+    ) -> Selection:
+        rows, rank = self._rows("x", x), first.rows
+        x = self._input("x", x, rows, first.columns)
+        require(second.columns == rank, f"the stages have ranks {rank} and {second.columns}")
+        limits = self._input("limits", limits, second.rows)
+        out, chosen = self._chosen(second.rows, rows, out)
+        stages = blocks(first), blocks(second)
+        scales = self._input("scales", half_steps(first), rank)
+        fault = self._recorder.select_nibbles(
+            x.data_ptr(),
+            rows,
+            first.columns,
+            rank,
+            *(stage.data_ptr() for stage in stages),
+            scales.data_ptr(),
+            limits.data_ptr(),
+            chosen,
+        )
+        self._done(fault, chosen, stages, out)
         return out
 
     def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:

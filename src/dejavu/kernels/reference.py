@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dejavu.kernels.matrix import HALVES, Matrix
+from dejavu.kernels.nibbles import Nibbles, sums
 from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection
 
@@ -200,6 +201,18 @@ class TorchOps:
         negative = (signs[..., None] >> places & 1).flatten(1)[:, :width].bool()
         agreeing = (negative == (x < 0)[:, None]).sum(dim=-1)  # [N, entries]
         return _store(Selection.from_mask(agreeing >= thresholds), out)
+
+    def select_nibbles(
+        self,
+        x: Tensor,
+        first: Nibbles,
+        second: Nibbles,
+        limits: Tensor,
+        *,
+        out: Selection | None = None,
+    ) -> Selection:
+        found, unit = sums(x, first.int8(), second.int8())
+        return _store(Selection.from_mask(found * unit > limits), out)
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(dim=-1)

@@ -6,6 +6,7 @@ turn: one for neurons chosen by number, one for predictors.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu.config import ModelConfig
 from dejavu.errors import BackendError
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.native import NativeOps
+from dejavu.kernels.nibbles import Nibbles
 from dejavu.kernels.ops import Projection
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import BLOCK_SIZE
 from dejavu.predictor.curve import Figures
+from dejavu.predictor.network import Predictor
 from dejavu.predictor.search import Candidate, Place
 from dejavu.sparsity.accounting import neuron_bytes
 from dejavu.sparsity.policy import Dense, Site
@@ -95,7 +99,7 @@ class StepTimes:
         return self.predictor.at(size) + own
 
 
-def measured_times(model: DecoderLM) -> StepTimes | str:
+def measured_times(model: DecoderLM, bits: int = 4) -> StepTimes | str:
     """Time the model's own layers on the compiled kernels, or say why that could not be done."""
     if model.device.type != "cpu":
         return f"steps on {model.device} are not timed here"
@@ -110,7 +114,7 @@ def measured_times(model: DecoderLM) -> StepTimes | str:
     if statistics.median(dense) > _BUSY * min(dense):
         return "the machine was busy with other work: times of one run differed widely"
     rows = [_selected(model, ops, x, density, generator) for density in _DENSITIES]
-    ranks = [_predicted(model, ops, x, rank, generator) for rank in _RANKS]
+    ranks = [_predicted(model, ops, x, rank, bits, generator) for rank in _RANKS]
     return StepTimes(
         step=_whole_step(model, ops),
         mlp=min(dense) / layers,
@@ -158,19 +162,30 @@ def _mlp(
 
 
 def _predicted(
-    model: DecoderLM, ops: NativeOps, x: Tensor, rank: int, generator: torch.Generator
+    model: DecoderLM, ops: NativeOps, x: Tensor, rank: int, bits: int, generator: torch.Generator
 ) -> tuple[float, float]:
     """(bytes, ns) of choosing one layer's neurons at random through a predictor of some rank."""
     c, layers = model.config, len(model.weights.blocks)
     recorder, size = ops.recorder(), 0
     for _ in range(layers):
-        first = _random(rank, c.hidden_size, generator)
-        second = _random(c.intermediate_size, rank, generator)
-        bias = torch.full((c.intermediate_size,), -1.0)
-        (hidden,) = recorder.linear(x, [Projection(first)])
-        recorder.select(hidden, second, bias)
-        size += first.nbytes + second.nbytes + bias.nbytes
+        if bits == 4:
+            first = Nibbles.from_float(torch.randn(rank, c.hidden_size, generator=generator))
+            second = Nibbles.from_float(torch.randn(c.intermediate_size, rank, generator=generator))
+            p = Predictor(first, second, torch.full((c.intermediate_size,), -_spread(c, rank)))
+            recorder.select_nibbles(x, first, second, p.limits(0.0))
+        else:
+            one = _random(rank, c.hidden_size, generator)
+            two = _random(c.intermediate_size, rank, generator)
+            p = Predictor(one, two, torch.full((c.intermediate_size,), -1.0))
+            (hidden,) = recorder.linear(x, [Projection(one)])
+            recorder.select(hidden, two, p.bias)
+        size += p.nbytes
     return size / layers, _best(recorder.program.run) / layers
+
+
+def _spread(config: ModelConfig, rank: int) -> float:
+    """Of the scores of normal inputs by normal weights."""
+    return math.sqrt(config.hidden_size * rank)
 
 
 def _random(rows: int, columns: int, generator: torch.Generator) -> Matrix:

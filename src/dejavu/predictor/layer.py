@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dejavu.errors import PlanError
 from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.nibbles import Nibbles
 from dejavu.kernels.ops import Ops
 from dejavu.predictor.curve import Curve
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.recording import Recorded
-from dejavu.predictor.search import Candidate
+from dejavu.predictor.search import ROW_PREMIUM, Candidate
 from dejavu.predictor.selector import Key
 from dejavu.predictor.start import (
     Factors,
@@ -32,6 +33,9 @@ from dejavu.sparsity.policy import Site
 
 _CALIBRATION_ROWS = 8192
 _CHUNK = 1024
+_TRIAL_SHARE = 0.2  # of the steps
+_TRIAL_JUDGED = 4096  # tokens
+TYPICAL_THRESHOLD = -0.5  # where levels of half a percent to one come to lie
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +77,17 @@ def learn(
     distance: float,
     options: TrainOptions,
     ops: Ops,
+    *,
+    one: bool = False,
 ) -> list[Candidate]:
-    """Train predictors of the ranks on `data`, measure them on `held`."""
+    """Train predictors of the ranks on `data`, measure them on `held`.
+
+    one: only the rank that is cheapest in all after a trial with a few of the steps.
+    """
+    if one and len(ranks) > 1:
+        trial = replace(options, epochs=_TRIAL_SHARE * options.epochs)
+        tried = learn(task, data, held.first(_TRIAL_JUDGED), ranks, distance, trial, ops)
+        ranks = [min(tried, key=lambda candidate: cost(task, candidate)).predictor.rank]
     site, layer = task.key
     x = data.source(site, layer, distance)
     assert x is not None
@@ -86,7 +99,7 @@ def learn(
     trained = train(x, weights_of, starts, options)
     found = []
     for factors in trained:
-        predictor = quantise(factors)
+        predictor = quantise(factors, options.bits)
         if not all(map(_finite, (factors.first, factors.second, factors.bias))):
             raise PlanError(
                 f"layer {layer}, {site}: training did not converge (rate {options.rate:g}); "
@@ -96,10 +109,23 @@ def learn(
     return found
 
 
-def quantise(factors: Factors) -> Predictor:
-    """Both stages int8 with a scale a row."""
-    first = Matrix.from_float(factors.first, "int8")
-    return Predictor(first, Matrix.from_float(factors.second, "int8"), factors.bias.contiguous())
+def cost(task: Task, candidate: Candidate) -> float:
+    """Bytes of a token about where levels come to lie, damage turned into bytes."""
+    s = task.survey
+    figures = candidate.curve.at(TYPICAL_THRESHOLD, s.sensitivity)
+    rows = figures.selected * s.row_bytes + figures.active * s.down_bytes
+    lost = figures.nats / (task.price * math.exp(TYPICAL_THRESHOLD))
+    return candidate.predictor.nbytes + ROW_PREMIUM * rows + lost
+
+
+def quantise(factors: Factors, bits: int) -> Predictor:
+    """Both stages in 4 or 8 bits with one step a row."""
+    stages = factors.first, factors.second
+    if bits == 4:
+        first, second = map(Nibbles.from_float, stages)
+        return Predictor(first, second, factors.bias.contiguous())
+    one, two = (Matrix.from_float(stage, "int8") for stage in stages)
+    return Predictor(one, two, factors.bias.contiguous())
 
 
 def judge(task: Task, predictor: Predictor, held: Recorded, distance: float, ops: Ops) -> Curve:

@@ -10,8 +10,10 @@ from dejavu.registry import unknown
 
 KINDS = ("svd", "paper")
 DISTANCES = (0.0, 0.5, 1.0)
-_MOST_RANK = 256
-_PREDICTOR_SHARE = 1 / 3  # of the first matrix's size, at most
+BITS = (4, 8)
+_MIDDLE_RANK = 213
+_PREDICTOR_SHARE = 0.33  # of the first matrix's size, were it int8
+_SPREAD = (0.75, 1.0, 1.25)
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class PrepareOptions:
     at most the model's context. ranks: tried for every layer, None: three that suit the shape.
     predictor_share: bytes of all predictors over those of the dense model, at most; None: whatever
     pays. heads: whether to look for heads to skip. lookahead: distances in blocks to compare.
+    bits: of a predictor's stored weights, 4 or 8.
     kind: `svd`, or `paper` for the baseline of Deja Vu (random start, every active neuron alike).
     epochs, batch, rate: of the training. threads: of torch, None leaves them as they are.
     measure_cost: time the kernels here, so that no layer runs sparse where dense is faster.
@@ -38,6 +41,7 @@ class PrepareOptions:
     predictor_share: float | None = None
     heads: bool = True
     lookahead: tuple[float, ...] = DISTANCES
+    bits: int = 4
     kind: str = "svd"
     epochs: float = 1.5
     batch: int = 512
@@ -71,22 +75,24 @@ class PrepareOptions:
             raise InputError(
                 f"lookahead must hold 0 and else only 0.5 and 1, not {self.lookahead!r}"
             )
+        if self.bits not in BITS:
+            raise InputError(f"bits must be one of {BITS}, not {self.bits!r}")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads must be at least 1, not {self.threads!r}")
 
     def neuron_ranks(self, config: ModelConfig) -> tuple[int, ...]:
         """Ranks to try for neurons, ascending.
 
-        By default a half, three quarters and all of the rank at which a predictor has a third of
-        the first matrix's size, 256 at most: beyond that it cannot pay.
+        By default three quarters, all and five quarters of the rank at which a 4-bit predictor has
+        a sixth of the bytes of the first matrix in int8, about 256 at most.
         """
         width, neurons = config.hidden_size, config.intermediate_size
         if self.ranks is not None:
             wanted = {min(rank, width, neurons) for rank in self.ranks}
         else:
-            top = min(_MOST_RANK, int(_PREDICTOR_SHARE * width * neurons / (width + neurons)))
-            step = 16 if top >= 64 else 1
-            wanted = {max(1, round(share * top / step) * step) for share in (0.5, 0.75, 1.0)}
+            middle = min(_MIDDLE_RANK, _PREDICTOR_SHARE * width * neurons / (width + neurons))
+            step = 16 if middle >= 64 else 1
+            wanted = {max(1, round(share * middle / step) * step) for share in _SPREAD}
         return tuple(sorted(wanted))
 
     def head_ranks(self, config: ModelConfig) -> tuple[int, ...]:

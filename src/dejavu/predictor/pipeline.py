@@ -41,7 +41,7 @@ from dejavu.sparsity.policy import Site
 
 Progress = Callable[[str, int, int], None]  # stage, done, in all
 FP16_BYTES = 2
-_WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
+_WORK_VERSION = 2  # raised when a change makes the unfinished work of an older version useless
 _MANY_ACTIVE = 0.5  # share of neurons above which a warning says what to expect
 _TRIAL_TOKENS = 8192
 
@@ -146,9 +146,10 @@ class Pipeline:
         return tasks
 
     def _predictor_bytes(self, rank: int) -> int:
-        """Of an int8 predictor of heads with its scales and biases."""
-        c = self._config
-        return rank * (c.hidden_size + 4) + c.num_key_value_heads * (rank + 4 + 4)
+        """Of a predictor of heads, all included."""
+        c, o = self._config, self._options
+        weights = rank * (c.hidden_size + c.num_key_value_heads) * o.bits // 8
+        return weights + 4 * rank + (8 if o.bits == 8 else 4) * c.num_key_value_heads
 
     def _ranks(self, key: Key) -> tuple[int, ...]:
         o = self._options
@@ -167,7 +168,8 @@ class Pipeline:
             )
             for task in group:
                 ranks, distance = self._ranks(task.key), distances[task.key]
-                found = learn(task, data, held, ranks, distance, training, self._ops)
+                one = self._options.predictor_share is None  # else a budget chooses among ranks
+                found = learn(task, data, held, ranks, distance, training, self._ops, one=one)
                 self._work.save(task.key, found, {"rows_trained": self._trained_rows})
                 done += 1
                 self._progress("training", done, len(tasks))
@@ -178,7 +180,7 @@ class Pipeline:
 
     def _training(self) -> TrainOptions:
         o = self._options
-        return TrainOptions(o.epochs, o.batch, o.rate, o.seed)
+        return TrainOptions(o.epochs, o.batch, o.rate, o.seed, o.bits)
 
     def _groups(self, tasks: list[Task]) -> Iterator[list[Task]]:
         """Neighbouring tasks whose recorded inputs fit into memory together, at least one."""
@@ -217,7 +219,7 @@ class Pipeline:
     def _plan(self, survey: Survey) -> Plan:
         places, notes = self._places(survey)
         text = HeldOut(self._wide, self._windows.held_out, self._ops, self._progress)
-        measured = measured_times(self._stored) if self._options.measure_cost else "not asked for"
+        measured = self._timed() if self._options.measure_cost else "not asked for"
         times = measured if isinstance(measured, StepTimes) else None
         levels, chosen = find_levels(self._stored, places, survey.price, text, self._options, times)
         reporter = Reporter(self._stored, places, chosen, text, times)
@@ -231,6 +233,9 @@ class Pipeline:
             calibration=self._calibration(),
             report=summary,
         )
+
+    def _timed(self) -> StepTimes | str:
+        return measured_times(self._stored, self._options.bits)
 
     def _level(self, loss: float, found: Found, reporter: Reporter) -> Level:
         def policies(site: Site) -> tuple[LayerPolicy, ...]:

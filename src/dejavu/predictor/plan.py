@@ -22,6 +22,7 @@ from dejavu.embedded import plan_path
 from dejavu.errors import DejavuError, PlanError
 from dejavu.kernels.device import CPU
 from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.nibbles import Nibbles
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.selector import Choice, Key, PlanSelector
@@ -29,7 +30,8 @@ from dejavu.registry import unknown
 from dejavu.sparsity.policy import Site
 from dejavu.weights.files import atomic_folder, sha256_file, write_safetensors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had int8 predictors only
+_READABLE = (1, FORMAT_VERSION)
 PLAN_FILE = "plan.json"
 PREDICTORS_FILE = "predictors.safetensors"
 DEFAULT_LEVEL = "balanced"
@@ -165,7 +167,11 @@ class Plan:
                 "base_model": asdict(self.base),
                 "levels": {name: asdict(level) for name, level in self.levels.items()},
                 "predictors": {
-                    _name(key): {"rank": s.predictor.rank, "distance": s.distance}
+                    _name(key): {
+                        "rank": s.predictor.rank,
+                        "bits": s.predictor.bits,
+                        "distance": s.distance,
+                    }
                     for key, s in sorted(self.predictors.items())
                 },
                 "sha256": {PREDICTORS_FILE: sha256_file(out / PREDICTORS_FILE)},
@@ -192,9 +198,9 @@ def load_plan(source: str | os.PathLike[str]) -> Plan:
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as a plan: {error}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in _READABLE:
         raise PlanError(
-            f"{path}: format_version is {version!r}, this dejavu reads {FORMAT_VERSION}; "
+            f"{path}: format_version is {version!r}, this dejavu reads up to {FORMAT_VERSION}; "
             "make the plan again with `dejavu prepare`"
         )
     try:
@@ -215,14 +221,34 @@ def _name(key: Key) -> str:
     return f"{site}.{layer}"
 
 
+def stored(name: str, matrix: Matrix | Nibbles) -> dict[str, Tensor]:
+    """A predictor's stage as named tensors; 4-bit ones are uint8."""
+    if isinstance(matrix, Nibbles):
+        return {name: matrix.data, f"{name}_step": matrix.step}
+    if matrix.scale is None:
+        return {name: matrix.data}
+    return {name: matrix.data, f"{name}_scale": matrix.scale}
+
+
+def restored(tensors: Mapping[str, Tensor], name: str, columns: int) -> Matrix | Nibbles:
+    """What `stored` gave, with so many columns. KeyError names a tensor that is missing."""
+    data = tensors[name].contiguous()
+    if data.dtype == torch.uint8:
+        step = tensors[f"{name}_step"].float().contiguous()
+        if data.shape != (len(step), -(-columns // 2)):
+            raise PlanError(f"the 4-bit tensor {name} has the wrong shape {tuple(data.shape)}")
+        return Nibbles(data, step, columns)
+    if data.dtype == torch.int8:
+        return Matrix(data, tensors[f"{name}_scale"].float().contiguous())
+    return Matrix(data)
+
+
 def _tensors(predictors: Mapping[Key, Source]) -> dict[str, Tensor]:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for key, source in predictors.items():
         p, name = source.predictor, _name(key)
         for part, matrix in (("first", p.first), ("second", p.second)):
-            tensors[f"{name}.{part}"] = matrix.data
-            if matrix.scale is not None:
-                tensors[f"{name}.{part}_scale"] = matrix.scale
+            tensors |= stored(f"{name}.{part}", matrix)
         tensors[f"{name}.bias"] = p.bias
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
@@ -257,7 +283,8 @@ def _read_predictors(
         site_name, _, layer = name.partition(".")
         site = Site(site_name)
         try:
-            first, second = (_matrix(tensors, f"{name}.{part}") for part in ("first", "second"))
+            first = restored(tensors, f"{name}.first", base.hidden_size)
+            second = restored(tensors, f"{name}.second", first.rows)
             predictor = Predictor(first, second, tensors[f"{name}.bias"].float().contiguous())
         except KeyError as error:
             raise PlanError(f"{path} lacks the tensor {error}") from error
@@ -267,13 +294,6 @@ def _read_predictors(
             raise PlanError(f"{path}: the predictor {name} has the wrong shape for its model")
         predictors[site, int(layer)] = Source(predictor, distance)
     return predictors
-
-
-def _matrix(tensors: dict[str, Tensor], name: str) -> Matrix:
-    data = tensors[name].contiguous()
-    if data.dtype == torch.int8:
-        return Matrix(data, tensors[f"{name}_scale"].float().contiguous())
-    return Matrix(data)
 
 
 def _check_levels(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dejavu.kernels.device import CPU
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.nibbles import NibbleOps, Nibbles
 from dejavu.kernels.ops import Ops, Projection, at_once
 from dejavu.kernels.selection import Selection
 from dejavu.predictor.network import Predictor
@@ -56,7 +59,7 @@ class PlanSelector(MeteredSelector):
         self._choices = choices = {key: choice.to(device) for key, choice in choices.items()}
         # The threshold is folded into the bias: selected is what scores above 0.
         self._biases: dict[Key, Tensor] = {
-            key: choice.predictor.bias - choice.threshold
+            key: _folded(choice.predictor, choice.threshold)
             for key, choice in choices.items()
             if choice.predictor is not None
         }
@@ -97,13 +100,20 @@ class PlanSelector(MeteredSelector):
         hidden: dict[Key, Tensor] = {}
 
         def choose(key: Key) -> Selection:
-            if predictors and not hidden:  # by the first: one launch for all first stages
-                projected = ops.linear(x, [Projection(p.first) for p in predictors.values()])
-                hidden.update(zip(predictors, projected, strict=True))
             selection = self._buffer(*key, len(x), self._choices[key])
-            if key in predictors:
-                ops.select(hidden[key], predictors[key].second, self._biases[key], out=selection)
-            return selection
+            if key not in predictors:
+                return selection
+            first, second = predictors[key].first, predictors[key].second
+            if isinstance(first, Nibbles):
+                assert isinstance(second, Nibbles)
+                small = cast(NibbleOps, ops)
+                return small.select_nibbles(x, first, second, self._biases[key], out=selection)
+            if not hidden:  # by the first: one launch for all first stages
+                stages = {k: m for k, p in predictors.items() if isinstance(m := p.first, Matrix)}
+                projected = ops.linear(x, [Projection(m) for m in stages.values()])
+                hidden.update(zip(stages, projected, strict=True))
+            assert isinstance(second, Matrix)
+            return ops.select(hidden[key], second, self._biases[key], out=selection)
 
         for key in sorted(keys, key=lambda key: key != now):
             run = at_once if key == now else ops.ahead
@@ -138,3 +148,10 @@ class PlanSelector(MeteredSelector):
 def _point(site: Site, layer: int, distance: float = 0.0) -> int:
     """The number of the point that a place reads, see `Points.source`."""
     return 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+
+
+def _folded(predictor: Predictor, threshold: float) -> Tensor:
+    """What decides besides the weights: limits of sums, or a bias with the threshold taken off."""
+    if isinstance(predictor.second, Nibbles):
+        return predictor.limits(threshold)
+    return predictor.bias - threshold

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dejavu.kernels.nibbles import rounded
 from dejavu.predictor.start import Factors
 
 MAX_WEIGHT = 300.0  # cuts the tail of w: from 100 on it changes nothing but single gradients
@@ -21,6 +22,7 @@ _BETAS = (0.9, 0.99)
 _EPSILON = 1e-8
 _WARM_UP = 20  # steps
 _FINAL_RATE = 0.02  # of the peak, at the end of the cosine
+_ROUNDED_FROM = 0.5  # of the steps; from the start on is no better and takes longer
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class TrainOptions:
     batch: int = 512
     rate: float = 0.008
     seed: int = 0
+    bits: int = 4  # of a stored weight; below 8 the last part of training sees them rounded
 
 
 WeightsOf = Callable[[Tensor], Tensor]
@@ -52,8 +55,9 @@ def train(
         rows = rows.to(x.device)
         inputs, weights = x[rows].float(), weights_of(rows)
         rate = _schedule(step, steps)
+        coarse = options.bits < 8 and step >= _ROUNDED_FROM * steps
         for learner in learners:
-            learner.step(inputs, weights, rate)
+            learner.step(inputs, weights, rate, coarse)
     return [learner.factors for learner in learners]
 
 
@@ -89,9 +93,15 @@ class _Learner:
         """The parameters as they are now."""
         return Factors(*self._parameters)
 
-    def step(self, x: Tensor, weights: Tensor, rate: float) -> None:
-        """One step on inputs `[n, D]` and weights `[n, entries]`."""
+    def step(self, x: Tensor, weights: Tensor, rate: float, coarse: bool = False) -> None:
+        """One step on inputs `[n, D]` and weights `[n, entries]`.
+
+        coarse: gradients are taken where the stages, rounded to 4 bits, lie, and move what they
+        were rounded from (straight-through estimator; Bengio et al., 2013).
+        """
         first, second, bias = self._parameters
+        if coarse:
+            first, second = rounded(first), rounded(second)
         hidden = x @ first.t()
         p = torch.addmm(bias, hidden, second.t()).sigmoid_()
         # d loss / d s = sigmoid(s) (1 + w) - w. Summed over entries, averaged over rows: a mean

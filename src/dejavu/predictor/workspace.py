@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dejavu.errors import PlanError
-from dejavu.kernels.matrix import Matrix
 from dejavu.predictor.curve import Curve
 from dejavu.predictor.network import Predictor
+from dejavu.predictor.plan import restored, stored
 from dejavu.predictor.search import Candidate
 from dejavu.predictor.selector import Key
 from dejavu.weights.files import atomic_write, save_safetensors
@@ -68,8 +68,8 @@ class Workspace:
         found = [
             Candidate(
                 Predictor(
-                    Matrix(tensors[f"{n}.first"], tensors[f"{n}.first_scale"]),
-                    Matrix(tensors[f"{n}.second"], tensors[f"{n}.second_scale"]),
+                    restored(tensors, f"{n}.first", entry["width"]),
+                    restored(tensors, f"{n}.second", entry["rank"]),
                     tensors[f"{n}.bias"],
                 ),
                 entry["distance"],
@@ -84,11 +84,18 @@ class Workspace:
         tensors: dict[str, Tensor] = {"none": torch.zeros(0)}
         for n, c in enumerate(candidates):
             for part, matrix in (("first", c.predictor.first), ("second", c.predictor.second)):
-                assert matrix.scale is not None
-                tensors[f"{n}.{part}"], tensors[f"{n}.{part}_scale"] = matrix.data, matrix.scale
+                tensors |= stored(f"{n}.{part}", matrix)
             tensors[f"{n}.bias"], tensors[f"{n}.curve"] = c.predictor.bias, c.curve.table
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-        entries = [{"distance": c.distance, "rows": c.curve.rows} for c in candidates]
+        entries = [
+            {
+                "distance": c.distance,
+                "rows": c.curve.rows,
+                "rank": c.predictor.rank,
+                "width": c.predictor.first.columns,
+            }
+            for c in candidates
+        ]
         notes = json.dumps({"candidates": entries, "extra": extra})
         save_safetensors(self._path(key), tensors, {"notes": notes})
 

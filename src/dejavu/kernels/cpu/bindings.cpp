@@ -210,6 +210,13 @@ NB_MODULE(_native, m) {
                               {at<float>(x), rows, width, at<uint64_t>(signs),
                                at<int32_t>(thresholds), out});
            })
+      .def("select_nibbles",
+           [](Recorder& self, Address x, Size rows, Size width, Size rank, Address first,
+              Address second, Address scales, Address limits, const Selection& out) {
+             return self.call("select_nibbles", self.kernels().select_nibbles,
+                              {at<float>(x), rows, width, rank, at<uint8_t>(first),
+                               at<uint8_t>(second), at<float>(scales), at<float>(limits), out});
+           })
       .def("tally",
            [](Recorder& self, const Selection& selection, Size rows, Address counter) {
              return self.call("tally", self.kernels().tally,

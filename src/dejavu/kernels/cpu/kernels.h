@@ -127,6 +127,14 @@ struct SelectSignsArgs {
   Selection out;
 };
 
+struct SelectNibblesArgs {
+  const float* x;  // [N, width]
+  Size rows, width, rank;
+  const uint8_t *first, *second;  // 4-bit rows in blocks of 8, see nibbles.cpp
+  const float *scales, *limits;   // [rank], [entries]
+  Selection out;
+};
+
 struct TallyArgs {
   const Selection* selection;
   Size rows;
@@ -181,6 +189,7 @@ struct Scratch {
   X(attention, AttentionArgs) \
   X(select, SelectArgs)      \
   X(select_signs, SelectSignsArgs) \
+  X(select_nibbles, SelectNibblesArgs) \
   X(tally, TallyArgs)        \
   X(choose, ChooseArgs)      \
   X(project, ProjectArgs)    \
