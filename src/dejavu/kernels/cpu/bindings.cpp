@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "flash_bindings.h"
+#include "neuron_cache_bindings.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -104,7 +105,13 @@ NB_MODULE(_native, m) {
       .def("__init__",
            [](Matrix* self, Address data, Address scale, Dtype dtype, Size rows, Size columns) {
              new (self) Matrix{at<void>(data), at<float>(scale), dtype, rows, columns};
-           });
+           })
+      .def("place",
+           [](Matrix& self, Address places, Size stride) {
+             self.places = at<int32_t>(places);
+             self.stride = stride;
+           },
+           "Rows lie in slots: row i begins places[i] * stride elements from the data on.");
   nb::class_<Selection>(m, "Selection")
       .def("__init__", [](Selection* self, Size entries, Size tile, Address indices,
                           Address counts, Address mask, Address active) {
@@ -260,4 +267,5 @@ NB_MODULE(_native, m) {
       },
       "bytes"_a, "threads"_a, "repeats"_a, "GB/s of each pass of a streaming sum.");
   bind_flash(m);
+  bind_neuron_cache(m);
 }

@@ -26,7 +26,7 @@ void dots_of(const Matrix& weight, const int32_t* listed, Size count, Size known
     size = left < kChunk ? left : kChunk;
     const Size rest = known - start;
     const Size named = rest < kChunk + kAheadRows ? rest : kChunk + kAheadRows;
-    for (Size k = 0; k < named; ++k) w[k] = data + listed[start + k] * x.width;
+    for (Size k = 0; k < named; ++k) w[k] = data + weight.start(listed[start + k]);
     grid(w, size, named, x, 0, x.rows, out + start, row_stride);
   }
   for (Size start = 0; use.mask && start < count; start += kPickedChunk) {
@@ -38,7 +38,7 @@ void dots_of(const Matrix& weight, const int32_t* listed, Size count, Size known
       for (Size k = 0; k < size; ++k)
         if (use(r, chunk[k])) {
           own[used] = k;
-          w[used++] = data + chunk[k] * x.width;
+          w[used++] = data + weight.start(chunk[k]);
         }
       grid(w, used, used, x, r, 1, results, 0);
       for (Size k = 0; k < used; ++k) out[r * row_stride + start + own[k]] = results[k];
@@ -68,7 +68,7 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
     const Size left = count - start;
     size = left < kChunk ? left : kChunk;
     const Size known = left < kChunk + kAheadRows ? left : kChunk + kAheadRows;
-    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * width;
+    for (Size k = 0; k < known; ++k) w[k] = data + weight.start(listed[start + k]);
     sum_rows(w, coefficients + start, size, known, acc, width);
   }
   for (Size start = 0; rows > 1 && start < count; start += kPickedChunk) {
@@ -78,7 +78,7 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
     for (Size r = 0; full && skip && r < rows; ++r)
       for (Size k = 0; k < size; ++k) full = full && coefficients[r * stride + start + k] != 0;
     if (full) {
-      for (Size k = 0; k < size; ++k) w[k] = data + chunk[k] * width;
+      for (Size k = 0; k < size; ++k) w[k] = data + weight.start(chunk[k]);
       for (Size j = 0; j < size; j += 4) {
         Size r = 0;
         for (; r + 2 <= rows; r += 2) {
@@ -100,7 +100,7 @@ void sums_of(const Matrix& weight, const int32_t* listed, Size count, const floa
       Size used = 0;
       for (Size k = 0; k < size; ++k)
         if (!skip || c[k] != 0) {
-          w[used] = data + chunk[k] * width;
+          w[used] = data + weight.start(chunk[k]);
           own[used++] = c[k];
         }
       sum_rows(w, own, used, used, acc + r * acc_stride, width);
@@ -147,7 +147,7 @@ void whole_sums(const Matrix& weight, const int32_t* listed, Size count, const f
     const Size left = count - start;
     size = left < kChunk ? left : kChunk;
     const Size known = left < kChunk + kAheadRows ? left : kChunk + kAheadRows;
-    for (Size k = 0; k < known; ++k) w[k] = data + listed[start + k] * width;
+    for (Size k = 0; k < known; ++k) w[k] = data + weight.start(listed[start + k]);
     Size used = 0;
     for (Size r = 0; r < rows; ++r) {
       whole_coefficients(coefficients + r * stride + start, size, steps[r], q[r]);

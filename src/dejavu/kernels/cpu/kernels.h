@@ -20,6 +20,10 @@ struct Matrix {  // [rows, columns], row-major; scale [rows] for int8
   const float* scale;
   Dtype dtype;
   Size rows, columns;
+  // Rows that lie in slots: row i begins places[i] * stride elements from data on. Null: in order.
+  const int32_t* places = nullptr;
+  Size stride = 0;
+  Size start(Size row) const { return places ? places[row] * stride : row * columns; }
 };
 
 struct Selection {  // see selection.py; select writes it, everything else reads it

@@ -1,0 +1,76 @@
+// Neurons of one file in a fixed number of slots, and which of them to give up for others.
+//
+// One budget for all layers: every record costs the same to read, so the neuron that is least
+// likely to be wanted soon leaves, whichever layer it is of. Likely is what was wanted often and
+// lately: a use counts 2^(now / half_life), so a neuron's value is the sum over its uses, each
+// halved for every `half_life` steps since, and the order of two values never changes by waiting
+// (LRFU, Lee et al. 2001; the window of LLM in a flash, section 3.1, is its short half-life).
+// A neuron enters and leaves by its slot alone: the kernels find it through `places`.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "flash.h"
+#include "kernels.h"
+
+namespace dejavu {
+
+struct CacheCounters {
+  int64_t wanted = 0, missed = 0;  // neurons
+};
+
+class NeuronCache {
+ public:
+  // arena: [slots, record] bytes. first: [layers + 1], a layer's first neuron among all. offsets:
+  // of every neuron's record in the file. places: of every neuron, its slot or -1; read by the
+  // kernels through Matrix. All of them outlive the cache.
+  NeuronCache(FlashReader& reader, uint8_t* arena, Size slots, Size record, Size layers,
+              const int64_t* first, const int64_t* offsets, int32_t* places, double half_life);
+  ~NeuronCache();  // waits for what is under way to the arena
+  NeuronCache(const NeuronCache&) = delete;
+  NeuronCache& operator=(const NeuronCache&) = delete;
+
+  // Find slots for what a layer needs (all of it for null) and start reading what is missing. What
+  // is begun stays in its slots until release(). False when there are too few slots.
+  bool begin(Size layer, const Selection* selection);
+  // Everything begun for the layer lies in its slots when this returns without a fault.
+  Outcome finish(Size layer);
+  void release(Size layer) { open_[(size_t)layer] = false; }
+  // Never give up these neurons of all layers while others can go.
+  void pin(const int64_t* neurons, Size count);
+
+  CacheCounters counters() const { return counters_; }
+  void reset_counters() { counters_ = {}; }
+
+ private:
+  bool held(int32_t slot) const;
+  int32_t free_slot();
+  void refill();
+  void touch(int32_t slot, Size layer);
+  void forget(Size layer);
+
+  FlashReader& reader_;
+  uint8_t* arena_;
+  Size slots_, record_;
+  const int64_t *first_, *offsets_;
+  int32_t* places_;
+  double half_life_;
+
+  std::vector<int32_t> owner_, layer_of_;  // of a slot; -1 while it is empty
+  std::vector<double> value_;
+  std::vector<int64_t> stamp_;             // of a slot: the begin that last wanted it
+  std::vector<int64_t> steps_, serial_, ticket_;  // of a layer
+  std::vector<char> open_;
+  std::vector<std::pair<double, int32_t>> victims_;  // the next at the back
+  std::vector<double> seen_;  // value of a neuron that is not in a slot, when it left
+  std::vector<int64_t> from_, lengths_;
+  std::vector<uint64_t> to_;
+  std::vector<int32_t> entered_;
+  Size filled_ = 0;
+  int64_t begins_ = 0, clock_ = 0, epoch_ = 0;
+  double use_ = 1;
+  CacheCounters counters_;
+};
+
+}  // namespace dejavu
