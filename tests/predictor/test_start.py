@@ -47,6 +47,24 @@ def test_full_rank_start_has_the_sign_of_the_layer() -> None:
     assert ((scores > 0) == (exact > 0))[clear].all()
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_iteration_finds_what_eigenvectors_find(dead: bool) -> None:
+    """The way of the GPU: any root of the covariance leads to the same scores."""
+    generator = torch.Generator().manual_seed(3)
+    x = inputs(rows=900, width=48)
+    if dead:
+        x[:, 5] = 0.0
+    scales = torch.logspace(1, -1, 90)[:, None]
+    weight = torch.randn(90, 48, generator=generator) * scales
+    moments, ranks = Moments.of(x), [1, 6, 48]
+    slow = svd_start(weight, None, moments, ranks, iterate=False)
+    fast = svd_start(weight, None, moments, ranks, iterate=True)
+    for one, other in zip(slow, fast, strict=True):
+        expected, found = one.scores(x), other.scores(x)
+        error = (found - expected).norm() / expected.norm()
+        assert error < 2e-2
+
+
 def test_truncation_is_the_best_of_its_rank_on_the_inputs() -> None:
     x, (weight, bias) = inputs(), layer()
     moments = Moments.of(x)
