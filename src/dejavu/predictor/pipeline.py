@@ -161,11 +161,9 @@ class Pipeline:
         todo = [task for task in tasks if self._work.load(task.key) is None]
         distances = self._distances(todo, held)
         done, training = len(tasks) - len(todo), self._training()
-        for group in self._groups(todo):
-            needed = [source_key(*task.key, distances[task.key]) for task in group]
-            data = self._record(
-                "recording", self._windows.train, {*needed, *(task.key for task in group)}
-            )
+        for group in self._groups(todo, distances):
+            needed = {key for task in group for key in _inputs(task, distances)}
+            data = self._record("recording", self._windows.train, needed)
             for task in group:
                 ranks, distance = self._ranks(task.key), distances[task.key]
                 one = self._options.predictor_share is None  # else a budget chooses among ranks
@@ -182,12 +180,20 @@ class Pipeline:
         o = self._options
         return TrainOptions(o.epochs, o.batch, o.rate, o.seed, o.bits)
 
-    def _groups(self, tasks: list[Task]) -> Iterator[list[Task]]:
+    def _groups(self, tasks: list[Task], distances: Mapping[Key, float]) -> Iterator[list[Task]]:
         """Neighbouring tasks whose recorded inputs fit into memory together, at least one."""
         size = self._trained_rows * self._config.hidden_size * FP16_BYTES
-        a_group = max(1, int(room(self._stored.device, self._options.memory_gib) / size))
-        for start in range(0, len(tasks), a_group):
-            yield tasks[start : start + a_group]
+        start = 0
+        while start < len(tasks):
+            fits = max(1, int(room(self._stored.device, self._options.memory_gib) / size))
+            group, keys = tasks[start : start + 1], _inputs(tasks[start], distances)
+            for task in tasks[start + 1 :]:
+                keys |= _inputs(task, distances)
+                if len(keys) > fits:
+                    break
+                group.append(task)
+            yield group
+            start += len(group)
 
     def _distances(self, tasks: list[Task], held: Recorded) -> dict[Key, float]:
         """The look-ahead distance of each task: by a trial on little text, the cheapest."""
@@ -278,6 +284,11 @@ class Pipeline:
             "tokens_held_out": w.held_out.shape[0] * w.length,
             "sha256_of_tokens": w.fingerprint(),
         }
+
+
+def _inputs(task: Task, distances: Mapping[Key, float]) -> set[Key]:
+    """Whose inputs a task is trained on: what it predicts from, and the layer's own."""
+    return {task.key, source_key(*task.key, distances[task.key])}
 
 
 def _lookahead_name(key: Key) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -57,8 +58,12 @@ def source_key(site: Site, layer: int, distance: float) -> Key:
     return (Site.NEURONS if place % 2 else Site.HEADS), place // 2
 
 
+class _Enough(Exception):  # noqa: N818 - no error: it ends a forward early
+    """Everything that is recorded of this window has been seen."""
+
+
 class Recorder(Selector):
-    """The dense arm; copies the inputs asked for into buffers of a fixed number of rows."""
+    """The dense arm, as far as anything is recorded; copies inputs into buffers of fixed rows."""
 
     capturable = False
 
@@ -78,12 +83,15 @@ class Recorder(Selector):
         self._groups = c.num_key_value_heads
         self._o = {n: model.weights.blocks[n].attention.o.weight.float() for n in heads}
         self._start = 0
+        self._last = max([layer for _, layer in inputs] + list(heads), default=-1)
 
     def advance(self, rows: int) -> None:
         """A window of so many rows is done."""
         self._start += rows
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
+        if layer > self._last:
+            raise _Enough
         buffer = self.recorded.inputs.get((site, layer))
         if buffer is not None:
             x = points.source(site, layer)
@@ -109,7 +117,8 @@ def record(
     recorder = Recorder(model, len(windows) * length, inputs, heads)
     cache = model.new_cache(length)
     for done, ids in enumerate(windows, 1):
-        model.logits(ids[:-1], cache, recorder, ops, last_only=True)
+        with suppress(_Enough):
+            model.logits(ids[:-1], cache, recorder, ops, last_only=True)
         recorder.advance(length)
         tick(done, len(windows))
     return recorder.recorded

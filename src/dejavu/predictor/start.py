@@ -21,6 +21,7 @@ _LEAST_NOISE = 0.15  # of the signal: surer starts saturate, and what is saturat
 _FLOOR = 1e-6  # of the largest eigenvalue: directions below it are rounding noise
 _POWER_STEPS = 20  # for a largest eigenvalue that only scales the floor
 _ITERATIONS = 4
+_WIDE = 1024
 _SPARE = 32  # directions more than wanted, so that the last wanted ones converge too
 
 
@@ -70,10 +71,11 @@ def svd_start(
 
     weight: fp32 `[entries, D]`. What the rank leaves out counts as normal noise: its spread, entry
     by entry, turns the stand-in's value into log-odds.
-    iterate: by Cholesky and subspace iteration in place of eigenvectors. Default: on a GPU, whose
-    eigensolvers take seconds at a width of 4096 where these products take milliseconds.
+    iterate: by Cholesky and subspace iteration in place of eigenvectors. Default: for wide
+    layers on a GPU, whose eigensolvers take seconds where these products take milliseconds.
     """
-    iterate = moments.covariance.is_cuda if iterate is None else iterate
+    if iterate is None:
+        iterate = moments.covariance.is_cuda and weight.shape[1] >= _WIDE
     colour = (_by_cholesky if iterate else _by_eigenvectors)(moments.covariance)
     white = weight.double() @ colour.root  # [entries, D]
     gram = white.t() @ white
