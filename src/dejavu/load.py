@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,7 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    elsewhere: Mapping[str, Matrix] | None = None,
 ) -> LoadedModel:
     """Read a checkpoint (local folder, GGUF file or Hub id) into a `DecoderLM`.
 
@@ -48,6 +49,7 @@ def load_model(
     only); auto keeps the file's own (on the CPU fp16 becomes bf16). Norms and biases are fp32.
     device: cpu, cuda or cuda:N; tensors go there one by one as they are read. Peak memory of the
     machine is about one shard, and the model where it is for the CPU.
+    elsewhere: matrices by slot name that are not read from the checkpoint, since they are had.
 
     Raises CheckpointError naming missing, unexpected or misshapen tensors, ConfigError for a model
     that cannot be built, InputError for a bad `dtype`, `device` or source and for a model that does
@@ -70,8 +72,9 @@ def load_model(
     names = {checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
     _check_names(checkpoint, set(held.values()), names, config)
     _check_fit(checkpoint, held, names, wanted, dtype, target)
-    matrices: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = dict(elsewhere or {})
     vectors: dict[str, Tensor] = {}
+    names = {name: slot for name, slot in names.items() if slot not in matrices}
     for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, held, names), 1):
         slot_name = names[name]
         slot = wanted[slot_name]

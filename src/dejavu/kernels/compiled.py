@@ -123,6 +123,11 @@ def matrix_handle(weight: Matrix) -> Any:
     return handle
 
 
+def register_handle(weight: Matrix, handle: Any) -> None:
+    """Give a matrix whose rows lie elsewhere the C++ handle that finds them."""
+    _handles[weight] = handle
+
+
 def selection_handle(selection: Selection | None, entries: int, rows: int, *, block: bool) -> Any:
     """Handle of a selection among `entries` things (or among blocks of them), None for None."""
     if selection is None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,6 +142,11 @@ class FlashReader:
         """Memory of the bounce buffers, at most; a buffer's pages are touched when first used."""
         return int(self._reader.buffer_bytes)
 
+    @property
+    def handle(self) -> Any:
+        """The C++ reader."""
+        return self._reader
+
     def fileno(self) -> int:
         """The file's descriptor."""
         return int(self._reader.fileno())
@@ -191,11 +197,16 @@ class FlashReader:
         nothing unchecked, but some records may be missing: use none of them.
         """
         try:
-            fault, number, offset = self._reader.wait(ticket)
+            outcome: tuple[int, int, int] = self._reader.wait(ticket)
         except IndexError as error:
             raise InputError(
                 f"ticket {ticket} is not one of this reader's, or waited for"
             ) from error
+        self.check(outcome)
+
+    def check(self, outcome: tuple[int, int, int]) -> None:
+        """Raise what `wait` raises of a C++ outcome: fault, errno, offset."""
+        fault, number, offset = outcome
         if fault == 0:
             return
         where = f"{self.path}: {self._describe(offset)}, at byte {offset},"

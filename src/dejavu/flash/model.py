@@ -1,0 +1,85 @@
+"""From a checkpoint and its bundle to a model whose neurons come when they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dejavu.errors import InputError
+from dejavu.flash.memory import Need, resident_bytes
+from dejavu.flash.store import FlashStore, least_slots, placeholders
+from dejavu.kernels.matrix import Matrix
+from dejavu.load import CheckpointNeurons, LoadedModel, load_model
+from dejavu.models.kv_cache import KVCache
+from dejavu.weights.bundle import Bundle, open_bundle
+
+__all__ = ["FlashModel", "load_flash"]
+
+_READER_BUFFERS = 8 << 20  # 32 reads of up to 64 KiB, and what they are aligned to
+_PROMPT_ROWS = 128  # tokens of a prompt that pass a layer together
+
+
+@dataclass(frozen=True, eq=False)
+class FlashModel:
+    """A loaded model without its MLP weights, and where those are."""
+
+    loaded: LoadedModel
+    bundle: Bundle
+    matrices: dict[str, Matrix]
+
+    def store(self, slots: int) -> FlashStore:
+        """The neurons, with so many of them in memory; one store for a model."""
+        return FlashStore(self.bundle, slots, self.matrices)
+
+    def within(
+        self, limit: int, *, max_batch: int, max_model_len: int | None
+    ) -> tuple[FlashStore, int]:
+        """The store that a limit in bytes on the whole process allows, and the bytes of the cache
+        of keys and values. To be called when everything else is loaded.
+
+        Raises InputError naming the least limit where this one is too small.
+        """
+        config = self.loaded.model.config
+        token = KVCache.token_bytes(config, self.loaded.model.cache_dtype)
+        length = max_model_len or config.context_length
+        # One sequence always; more where they take no more than an eighth of the limit.
+        keys = length * token * max(1, min(max_batch, limit // 8 // (length * token)))
+        neurons, width = max(self.bundle.neurons), config.hidden_size
+        layer = neurons * self.bundle.record_bytes
+        wide = max(neurons, config.vocab_size, 8 * width)
+        prompt = layer + 4 * (neurons * width + _PROMPT_ROWS * 2 * wide)
+        need = Need(resident_bytes(), keys, prompt, _READER_BUFFERS)
+        slots = need.slots(limit, self.bundle.record_bytes, least_slots(self.bundle))
+        return self.store(slots), keys
+
+
+def load_flash(
+    source: str | os.PathLike[str],
+    bundle: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> FlashModel:
+    """Load all but the MLP weights, and open the bundle that `dejavu pack` made of the same model.
+
+    Raises InputError for a bundle of another model, shape or dtype, and what `load_model` and
+    `open_bundle` raise.
+    """
+    opened = open_bundle(bundle)
+    wanted = CheckpointNeurons(source, dtype=dtype)
+    if opened.identity != wanted.identity():
+        raise InputError(
+            f"{bundle} was packed from another model (identity {opened.identity[:12]}) than "
+            f"{source} ({wanted.identity()[:12]}): pack this one (dejavu pack)"
+        )
+    have = opened.neurons, opened.hidden_size, opened.gated, opened.dtype
+    want = wanted.neurons, wanted.hidden_size, wanted.gated, wanted.dtype
+    if have != want:
+        raise InputError(
+            f"{bundle} holds {opened.dtype} weights and {wanted.dtype} is asked for: pack again "
+            f"with --dtype {wanted.dtype}, or give --dtype {opened.dtype}"
+        )
+    matrices = placeholders(opened)
+    loaded = load_model(source, dtype=dtype, elsewhere=matrices, progress=progress)
+    return FlashModel(loaded, opened, matrices)
