@@ -25,6 +25,8 @@ def chat(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
+    memory_limit: options.MemoryLimit = None,
+    bundle: options.Bundle = None,
 ) -> None:
     """Talk to a model that has a chat template; an empty line or Ctrl-D ends.
 
@@ -36,7 +38,16 @@ def chat(
     """
     from dejavu import LLM
 
-    llm = LLM(model, plan=plan, level=level, device=device, dtype=dtype, threads=threads)
+    llm = LLM(
+        model,
+        plan=plan,
+        level=level,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        memory_limit=memory_limit,
+        bundle=bundle,
+    )
     params = options.sampling_params(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, None
     )

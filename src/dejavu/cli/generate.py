@@ -29,6 +29,8 @@ def generate(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
+    memory_limit: options.MemoryLimit = None,
+    bundle: options.Bundle = None,
     json_file: options.Json = None,
 ) -> None:
     """Continue one prompt (streamed) or several at once.
@@ -51,7 +53,16 @@ def generate(
     params = options.sampling_params(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop
     )
-    llm = LLM(model, plan=plan, level=level, device=device, dtype=dtype, threads=threads)
+    llm = LLM(
+        model,
+        plan=plan,
+        level=level,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        memory_limit=memory_limit,
+        bundle=bundle,
+    )
     quiet = json_file is not None and str(json_file) == "-"
     if len(prompts) == 1 and json_file is None:
         for chunk in llm.stream(prompts[0], params):

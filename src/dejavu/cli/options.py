@@ -46,6 +46,18 @@ Device = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Of the whole process, e.g. 4GB: neurons come from --bundle as they are needed.",
+    ),
+]
+Bundle = Annotated[
+    str | None,
+    typer.Option("--bundle", metavar="FILE", help="What dejavu pack made of this model."),
+]
 Json = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),

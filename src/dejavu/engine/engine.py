@@ -57,6 +57,7 @@ class Engine:
         arms: Mapping[str, Selector] | None = None,
         cache_bytes: int | None = None,
         prefill_chunk: int | None = None,
+        prompt_ops: Ops | None = None,
     ) -> None:
         """A cache for `max_batch` sequences of `max_model_len` tokens is reserved, or as much of it
         as fits into `cache_bytes` (default: half of the machine's memory; on a GPU four fifths of
@@ -66,6 +67,7 @@ class Engine:
         arms: further selectors by name, among which `add` chooses.
         prefill_chunk: prompt tokens computed at most between two decode steps; prompts are cut
             into pieces of this length. Default: `PREFILL_CHUNK`, on a GPU `GPU_PREFILL_CHUNK`.
+        prompt_ops: of prompts; default: torch's.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
         vocab_size: sampled ids lie below it (a tokenizer may have fewer than the model).
@@ -132,6 +134,7 @@ class Engine:
         self.max_batch = max_batch
         self.cache_blocks = blocks
         self._chunk = prefill_chunk
+        self._prompt_ops = TorchOps() if prompt_ops is None else prompt_ops
         self._meters = {
             name: chosen.meter
             for name, chosen in selectors.items()
@@ -268,7 +271,7 @@ class Engine:
         )
         self._model.prepare(len(request.prompt))
         with _torch_threads(self._threads), on(self._model.device):
-            logits = self._model.forward(batch, self._cache, Dense(), TorchOps())
+            logits = self._model.forward(batch, self._cache, Dense(), self._prompt_ops)
         if every and not request.done:
             scored = logits[:, : self.vocab_size].cpu().numpy()
             following = request.prompt[start + 1 : end + 1]

@@ -15,6 +15,8 @@ from dejavu.engine.output import Chunk, Completion
 from dejavu.engine.params import SamplingParams
 from dejavu.errors import ConfigError, DejavuError, InputError
 from dejavu.kernels.device import resolve_device
+from dejavu.kernels.native import MAX_ROWS
+from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel, load_model
 from dejavu.sparsity.policy import Selector
 from dejavu.weights.tokenizer import load_tokenizer
@@ -43,6 +45,8 @@ class LLM:
         dtype: str = "auto",
         threads: int | None = None,
         max_model_len: int | None = None,
+        memory_limit: str | int | None = None,
+        bundle: str | os.PathLike[str] | None = None,
     ) -> None:
         """Load a model, and its sparsity plan if one is given; without one it runs dense.
 
@@ -53,6 +57,8 @@ class LLM:
         dtype: of the weights: auto (the file's), fp32, bf16, int8 (CPU) or fp16 (GPU).
         threads: of the CPU; default: all physical cores.
         max_model_len: tokens of prompt and answer at most; default: the model's context.
+        memory_limit: of the whole process, `4GB` or bytes: the MLP weights stay in `bundle`, the
+            file that `dejavu pack` made of this model, and come as they are needed (CPU only).
 
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
         for a bad option, BackendError for a device that does not exist or missing kernels.
@@ -61,7 +67,20 @@ class LLM:
             raise InputError("give a plan or a policy, not both")
         if plan is None and level != DEFAULT_LEVEL:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
-        if not isinstance(model, LoadedModel):
+        flash = None
+        if (memory_limit is None) != (bundle is None):
+            raise InputError(
+                "a memory limit and a bundle go together: dejavu pack MODEL --out FILE makes the "
+                "file, then give --memory-limit and --bundle FILE"
+            )
+        if bundle is not None:
+            if isinstance(model, LoadedModel) or resolve_device(device or "cpu").type != "cpu":
+                raise InputError("a memory limit is for a model by name, on the CPU")
+            from dejavu.flash.model import load_flash
+
+            flash = load_flash(model, bundle, dtype=dtype)
+            model = flash.loaded
+        elif not isinstance(model, LoadedModel):
             model = load_model(model, dtype=dtype, device=device or "cpu")
         elif dtype not in ("auto", model.dtype):
             raise InputError(f"dtype {dtype!r}: the model is loaded already, as {model.dtype}")
@@ -74,12 +93,26 @@ class LLM:
 
             policy = load_plan(plan).selector(model, level)
         codec = Codec(load_tokenizer(model.checkpoint))
+        ops: Ops | None = None
+        prompt_ops: Ops | None = None
+        cache_bytes = None
+        if flash is not None and memory_limit is not None:
+            from dejavu.flash.memory import parse_size
+            from dejavu.flash.ops import FlashOps, PromptOps
+
+            store, cache_bytes = flash.within(
+                parse_size(memory_limit), max_batch=MAX_ROWS, max_model_len=max_model_len
+            )
+            ops, prompt_ops = FlashOps(store, threads), PromptOps(store)
         self._connect(
             Engine(
                 model,
                 policy,
                 threads=threads,
                 max_model_len=max_model_len,
+                ops=ops,
+                prompt_ops=prompt_ops,
+                cache_bytes=cache_bytes,
                 vocab_size=codec.vocab_size,
                 eos_token_ids=end_tokens(model, codec),
             ),
