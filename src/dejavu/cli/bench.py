@@ -63,6 +63,8 @@ def bench(
     ] = None,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
+    memory_limit: options.MemoryLimit = None,
+    bundle: options.Bundle = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="PNG", help="Plot ms/token against density of bytes."),
@@ -81,6 +83,8 @@ def bench(
 
       dejavu bench --shape opt-1.3b --kernels --dtype bf16
 
+      dejavu bench relu-30m --plan relu-30m --memory-limit 600MB --bundle relu-30m.flash
+
       dejavu bench --shape opt-66b --device cuda --densities 0.1,0.1/0.5 --peers none
     """
     from dejavu.bench import decode
@@ -93,6 +97,23 @@ def bench(
 
     if (model is None) == (shape is None):
         raise InputError("give a MODEL or a --shape, one of the two")
+    if memory_limit is not None or bundle is not None:
+        from dejavu.cli.bench_flash import bench_flash
+
+        if model is None or plan is None or memory_limit is None or bundle is None:
+            raise InputError("--memory-limit needs a MODEL, a --plan and a --bundle")
+        bench_flash(
+            model,
+            plan,
+            levels or "balanced",
+            bundle,
+            memory_limit,
+            dtype,
+            threads,
+            new_tokens,
+            json_file,
+        )
+        return
     if kernels:
         _kernels(
             shape or str(model), densities, dtype, device, threads, isa, repeats, rank, json_file
