@@ -18,7 +18,6 @@ from dejavu.kernels.selection import Selection
 
 _CALLS = 32  # in a graph, at least: what starting it takes does not count then
 _SAMPLE = 64  # inputs that thresholds are set on
-_LEAD = 2_000_000  # clock cycles that the GPU sleeps while the host queues a replay
 
 
 class Stack:
@@ -81,18 +80,9 @@ class Stack:
             return again
         replay = self._capture(work)
 
-        def timed() -> float:
-            begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
-            begun.record()
-            replay()
-            ended.record()
-            ended.synchronize()
-            milliseconds: float = begun.elapsed_time(ended)
-            return milliseconds / 1e3
+        from dejavu.kernels.gpu.timing import replay_seconds
 
-        return timed
+        return lambda: replay_seconds(replay)
 
 
 class Draw:

@@ -10,6 +10,7 @@ from dejavu.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dejavu.config import ModelConfig
     from dejavu.load import LoadedModel
     from dejavu.sparsity.policy import Selector
 
@@ -25,6 +26,24 @@ def load(model: str, dtype: str, threads: int | None, device: str = "cpu") -> Lo
         torch.set_num_threads(threads)
     with progress("loading") as update:
         return load_model(model, dtype=dtype, device=device, progress=update)
+
+
+def model_shape(model: str | None, shape: str | None) -> ModelConfig:
+    """The config of a checkpoint (no weights are read) or of a named shape. Raises InputError for
+    both or neither."""
+    if (model is None) == (shape is None):
+        raise InputError("give MODEL or --shape NAME, one of them")
+    if shape is not None:
+        from dejavu.bench.shapes import model_config
+
+        return model_config(shape)
+    from dejavu.registry import architecture
+    from dejavu.weights.checkpoint import open_checkpoint
+
+    assert model is not None
+    hf = open_checkpoint(model).config
+    config: ModelConfig = architecture(hf.get("model_type")).config_from_hf(hf)
+    return config
 
 
 def selector(

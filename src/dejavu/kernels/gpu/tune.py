@@ -7,6 +7,7 @@ the last-level cache that a decode step would not find there.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dejavu.config import ModelConfig
 from dejavu.kernels.device import on
 from dejavu.kernels.gpu.ops import TritonOps
+from dejavu.kernels.gpu.timing import captured, replay_seconds
 from dejavu.kernels.gpu.tuning import Config, Tuning, read_table
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, CacheView, Projection
@@ -39,6 +42,19 @@ class Shape:
     gated: bool = False
     ranks: tuple[int, ...] = (64, 128, 256)
 
+    @staticmethod
+    def of(config: ModelConfig) -> Shape:
+        """Of a model."""
+        return Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size,
+            config.gated_mlp,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
@@ -61,7 +77,8 @@ def tune(
 ) -> dict[str, Config]:
     """The fastest candidate for every kernel of a decode step of `batch` rows.
 
-    progress gets each key with what was chosen for it and the microseconds of one call.
+    progress gets each key as soon as it is measured, with what was chosen for it and the
+    microseconds of one call: what it keeps survives an interruption.
     """
     found: dict[str, Config] = {}
     processors = Tuning.of(device).processors
@@ -83,6 +100,11 @@ def tune(
     return found
 
 
+def trials_of(shape: Shape) -> int:
+    """Kernels that `tune` asks about at most, for a progress bar."""
+    return 10 + 2 * len(shape.ranks)
+
+
 def write_table(path: Path, device_name: str, table: dict[str, Config]) -> None:
     """Add to a device's table on disk."""
     merged = read_table(path) | table
@@ -99,30 +121,15 @@ def write_table(path: Path, device_name: str, table: dict[str, Config]) -> None:
 def _microseconds(trial: Trial, ops: TritonOps) -> float:
     """Of one call, the median of some replays; infinite where it does not fit the device
     (registers, shared memory)."""
-    side = torch.cuda.Stream(ops.device)
     try:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            trial.run(ops)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            trial.run(ops)
+        replay = captured(lambda: trial.run(ops), ops.device)
     except Exception as error:
         if "OutOfResources" in type(error).__name__ or "out of resource" in str(error):
             return float("inf")
         raise
-    graph.replay()
-    times = []
-    for _ in range(_REPEATS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(begun.elapsed_time(ended))
-    milliseconds: float = sorted(times)[_REPEATS // 2]
-    return milliseconds * 1e3 / trial.calls
+    replay()
+    seconds = statistics.median(replay_seconds(replay) for _ in range(_REPEATS))
+    return seconds * 1e6 / trial.calls
 
 
 def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) -> Iterator[Trial]:
