@@ -82,6 +82,35 @@ def test_decode(ops, lengths, heads, groups, head_dim, block_size, window, kind)
     assert ((result.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("kind", ["none", "random"])
+def test_a_cache_in_bf16(native_ops, kind):
+    """New keys and values are rounded as torch rounds, and read back as what they were."""
+    g = torch.Generator().manual_seed(8)
+    lengths, heads, groups, head_dim = [300, 1, 33], 6, 2, 35
+    wide = make_cache(lengths, 32, groups, head_dim, g)
+    narrow = wide.keys.bfloat16(), wide.values.bfloat16()
+    cache = CacheView(*narrow, wide.block_table, wide.lengths)
+    q = torch.randn(3, heads, head_dim, generator=g)
+    k, v = torch.randn(2, 3, groups, head_dim, generator=g)
+    k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), 1 + 3 * 2.0**-8])
+    used = mask_of(kind, 3, groups, g)
+    if used is not None:
+        used[0, 0] = False  # its key is not a number
+    keys, values = cache.keys.clone(), cache.values.clone()
+    native_ops.attention(q, k, v, cache, scale=0.2, window=None, selection=selection_of(used))
+    for row, length in enumerate(lengths):
+        keys[slot(cache, row, length - 1)] = k[row].bfloat16()
+        values[slot(cache, row, length - 1)] = v[row].bfloat16()
+    assert torch.equal(cache.keys.nan_to_num(7.0), keys.nan_to_num(7.0))
+    assert torch.equal(cache.values, values)
+    k = torch.nan_to_num(k, 0.5, 0.5)
+    result = native_ops.attention(
+        q, k, v, cache, scale=0.2, window=None, selection=selection_of(used)
+    )
+    expected, bound = truth(q, k, v, cache, 0.2, None, used)
+    assert ((result.double() - expected).abs() <= bound).all()
+
+
 def test_large_scores_stay_finite(ops):
     g = torch.Generator().manual_seed(5)
     cache = make_cache([300], 16, 2, 8, g)

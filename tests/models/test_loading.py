@@ -183,6 +183,7 @@ def test_int8_checkpoint_computes_what_its_numbers_say(
             if f"{name}_scale" in stored:
                 parameter.copy_(dequantize(stored[name], stored[f"{name}_scale"]))
     expected = reference_logits(tiny.reference, IDS)
+    loaded.model.cache_dtype = torch.float32  # transformers does not round keys and values
     assert difference(logits(loaded.model), expected) < 1e-4
     as_fp32 = load_model(tmp_path / "int8", dtype="fp32")
     assert as_fp32.dtype == "fp32"

@@ -147,6 +147,8 @@ def test_short_and_long_prompt_together_in_low_precision(
     name: str, dtype: str, tiny: Callable[[str], Tiny], stepper: Callable[[], Stepper]
 ) -> None:
     model = load(tiny(name), dtype)
+    if not stepper().bitwise:  # a key that rounds the other way is no rounding error of its sums
+        model.cache_dtype = torch.float32
     prompts = [prompt(1), prompt(40)]
     together = greedy(model, stepper(), prompts, [20, 20])
     for ids, row in zip(prompts, together, strict=True):

@@ -29,6 +29,7 @@ __all__ = ["NativeOps", "Program", "available_isas", "default_threads", "measure
 
 MAX_ROWS = 16
 MAX_THREADS = 1024  # above it a typing error is likelier than a machine
+CACHE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -253,8 +254,10 @@ class NativeOps:
         q = self._input("q", q, rows, heads, head_dim)
         k = self._input("k", k, rows, groups, head_dim)
         v = self._input("v", v, rows, groups, head_dim)
-        keys = self._input("cache.keys", cache.keys, -1, -1, groups, head_dim)
-        values = self._input("cache.values", cache.values, *keys.shape)
+        dtype = cache.keys.dtype
+        require(dtype in CACHE_DTYPES, f"the cache must be fp32 or bf16, not {dtype}")
+        keys = self._input("cache.keys", cache.keys, -1, -1, groups, head_dim, dtype=dtype)
+        values = self._input("cache.values", cache.values, *keys.shape, dtype=dtype)
         table = self._input("block_table", cache.block_table, rows, -1, dtype=torch.int32)
         lengths = self._input("lengths", cache.lengths, rows, dtype=torch.int32)
         chosen = selection_handle(selection, groups, rows, block=False)
@@ -269,6 +272,7 @@ class NativeOps:
             head_dim,
             keys.data_ptr(),
             values.data_ptr(),
+            getattr(extension().Dtype, CACHE_DTYPES[dtype]),
             blocks,
             block_size,
             table.data_ptr(),

@@ -145,8 +145,10 @@ class TorchOps:
             slots = blocks[at // block_size], at % block_size
             cache.keys[slots] = k[new].to(cache.keys.dtype)
             cache.values[slots] = v[new].to(cache.values.dtype)
-            keys = cache.keys[blocks].flatten(0, 1)[:end].transpose(0, 1)  # [K, end, d]
-            values = cache.values[blocks].flatten(0, 1)[:end].transpose(0, 1)
+            # On a CPU in fp32, whatever the cache is held in: as exact as the decode kernel.
+            dtype = cache.keys.dtype if q.is_cuda else torch.float32
+            keys = cache.keys[blocks].flatten(0, 1)[:end].transpose(0, 1).to(dtype)  # [K, end, d]
+            values = cache.values[blocks].flatten(0, 1)[:end].transpose(0, 1).to(dtype)
             visible = None
             if span < end or window is not None:
                 seen = torch.arange(end, device=q.device)
@@ -154,7 +156,7 @@ class TorchOps:
                 if window is not None:
                     visible &= seen > at[:, None] - window
             heads = F.scaled_dot_product_attention(
-                q[new].transpose(0, 1)[None].to(keys.dtype),
+                q[new].transpose(0, 1)[None].to(dtype),
                 keys[None],
                 values[None],
                 attn_mask=visible,

@@ -21,7 +21,7 @@ def widened(model: DecoderLM) -> DecoderLM:
     if not narrow or size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
         return model
     wide = {key: Matrix(matrix.float()) for key, matrix in narrow.items()}
-    return DecoderLM(model.config, _exchanged(model.weights, wide))
+    return DecoderLM(model.config, _exchanged(model.weights, wide), model.cache_dtype)
 
 
 def _matrices(part: Any) -> Iterator[Matrix]:

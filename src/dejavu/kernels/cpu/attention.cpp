@@ -80,6 +80,16 @@ void locate(const AttentionArgs& a, Size row, Size first, Size last, Size* at) {
   }
 }
 
+// The step's own key or value enters the cache.
+void enter(const AttentionArgs& a, void* cache, Size to, const float* from) {
+  if (a.cache == Dtype::bf16) {
+    Bf16* rounded = (Bf16*)cache + to;
+    for (Size i = 0; i < a.head_dim; ++i) rounded[i] = to_bf16(from[i]);
+  } else {
+    std::memcpy((float*)cache + to, from, (size_t)a.head_dim * sizeof(float));
+  }
+}
+
 // Scaled scores to exponentials below the largest, in place; {largest, their sum}.
 void soften(float* scores, Size size, float scale, float* result) {
   float top = -__builtin_inff();
@@ -96,30 +106,33 @@ void soften(float* scores, Size size, float scale, float* result) {
   result[1] = sum(total);
 }
 
-// One span of the numbered groups; their results go to part(group).
-template <class Part>
+// One span of the numbered groups; their results go to part(group). K: of the cache, fp32 or bf16.
+template <class K, class Part>
 void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size group_count, Size first,
                  Size last, float* scores, Part&& part) {
   const Size queries = a.heads / a.groups, dim = a.head_dim, size = last - first;
   Size at[kSpan];
   locate(a, row, first, last, at);
-  const auto fetch = [&](const float* cache, Size from) {
+  const auto fetch = [&](const K* cache, Size from) {
     for (Size p = from; p < from + kTogether && p < size; ++p)
-      for (Size i = 0; i < dim; i += kLine / (Size)sizeof(float)) prefetch(cache + at[p] + i);
+      for (Size i = 0; i < dim; i += kLine / (Size)sizeof(K)) prefetch(cache + at[p] + i);
   };
+  const K* const all_keys = (const K*)a.keys;
+  const K* const all_values = (const K*)a.values;
   for (Size h = 0; h < queries; h += kMaxRows) {
     const Size count = queries - h < kMaxRows ? queries - h : kMaxRows;
-    const float *q[kMaxRows], *stored[kTogether];
-    const auto point = [&](const float* cache, Size from) {
+    const float* q[kMaxRows];
+    const K* stored[kTogether];
+    const auto point = [&](const K* cache, Size from) {
       const Size together = size - from < kTogether ? size - from : kTogether;
       for (Size k = 0; k < together; ++k) stored[k] = cache + at[from + k];
       return together;
     };
     for (Size from = 0; from < size; from += kTogether)
       for (Size n = 0; n < group_count; ++n) {
-        const float* keys = a.keys + groups[n] * dim;
+        const K* keys = all_keys + groups[n] * dim;
         fetch(keys, from + kTogether);
-        fetch(a.values + groups[n] * dim, from);
+        fetch(all_values + groups[n] * dim, from);
         for (Size i = 0; i < count; ++i)
           q[i] = a.q + (row * a.heads + groups[n] * queries + h + i) * dim;
         const Size together = point(keys, from);
@@ -134,7 +147,7 @@ void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size grou
       }
     for (Size from = 0; from < size; from += kTogether)
       for (Size n = 0; n < group_count; ++n) {
-        const Size together = point(a.values + groups[n] * dim, from);
+        const Size together = point(all_values + groups[n] * dim, from);
         for (Size i = 0; i < count; ++i)
           sum_rows(stored, scores + (n * count + i) * kSpan + from, together, together,
                    part(groups[n]) + (h + i) * (dim + 2) + 2, dim);
@@ -203,8 +216,8 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
         // The new token lies in the last span; no other item of this step reads it.
         const Size to = (slot_of(a, row, extent.length - 1) * a.groups + group) * dim;
         const Size from = (row * a.groups + group) * dim;
-        std::memcpy(a.keys + to, a.k + from, (size_t)dim * sizeof(float));
-        std::memcpy(a.values + to, a.v + from, (size_t)dim * sizeof(float));
+        enter(a, a.keys, to, a.k + from);
+        enter(a, a.values, to, a.v + from);
       }
       if (extent.spans && is_used(a, row, group))
         used[used_count++] = group;
@@ -218,8 +231,11 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
     };
     const Size first = extent.first + span * kSpan;
     const Size last = first + kSpan < extent.length ? first + kSpan : extent.length;
-    attend_span(a, row, used, used_count, first, last, worker.local,
-                [&](Size group) { return parts(group) + span * part_size(a); });
+    const auto part = [&](Size group) { return parts(group) + span * part_size(a); };
+    if (a.cache == Dtype::bf16)
+      attend_span<Bf16>(a, row, used, used_count, first, last, worker.local, part);
+    else
+      attend_span<float>(a, row, used, used_count, first, last, worker.local, part);
     if (extent.spans > 1) {
       int32_t* arrivals = a.arrivals + row * a.groups + bundle;
       if (__atomic_add_fetch(arrivals, 1, __ATOMIC_ACQ_REL) < extent.spans) return;

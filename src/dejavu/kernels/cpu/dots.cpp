@@ -46,6 +46,13 @@ void dots_of(const Matrix& weight, const int32_t* listed, Size count, Size known
   }
   for (Size r = 0; r < x.rows; ++r) {
     float* row = out + r * row_stride;
+    if (!use.mask) {
+      if (weight.scale)
+        for (Size k = 0; k < count; ++k) row[k] *= weight.scale[listed[k]];
+      if (bias)
+        for (Size k = 0; k < count; ++k) row[k] += bias[listed[k]];
+      continue;
+    }
     for (Size k = 0; k < count; ++k) {
       if (!use(r, listed[k])) {
         row[k] = 0;

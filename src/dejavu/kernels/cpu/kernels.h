@@ -104,7 +104,8 @@ struct RopeArgs {
 struct AttentionArgs {
   const float *q, *k, *v;
   Size rows, heads, groups, head_dim;
-  float *keys, *values;  // [blocks, block_size, K, d]
+  void *keys, *values;  // [blocks, block_size, K, d]
+  Dtype cache;          // of keys and values: fp32 or bf16
   Size blocks, block_size;
   const int32_t *block_table, *lengths;
   Size max_blocks;

@@ -25,6 +25,26 @@ void compact(const Selection& out, Size t, Size rows, Kept&& kept) {
   out.counts[t] = (int32_t)count;
 }
 
+// One batch row and short int8 rows: scores and list of a tile, eight at a time. False: not this.
+bool select_narrow(const SelectArgs& a, const Inputs& x, Size first, Size count, float* scores,
+                   int32_t* listed, int32_t* listed_count) {
+  const Matrix& weight = *a.weight;
+  const int8_t* rows = (const int8_t*)weight.data + first * weight.columns;
+  if (!try_narrow_dots(rows, count, x.digits[0], weight.columns, scores)) return false;
+  int32_t found = 0;
+  for_vectors(0, count, [&](Size k, Size lanes) {
+    const Vec score =
+        load(scores + k, lanes) * load(weight.scale + first + k, lanes) + load(a.bias + first + k, lanes);
+    const uint32_t above = less_bits(zero(), score);
+    for (Size i = 0; i < lanes; ++i) {
+      listed[found] = (int32_t)(first + k + i);  // overwritten by the next one unless kept
+      found += above >> i & 1;
+    }
+  });
+  *listed_count = found;
+  return true;
+}
+
 }  // namespace
 
 Scratch scratch_select(const SelectArgs& a) {
@@ -37,9 +57,13 @@ void run_select(const SelectArgs& a, Worker& worker) {
   float* scores = worker.local + out.tile;
   const Inputs x(a.x, a.rows, a.weight->columns, a.weight->dtype == Dtype::int8,
                  scores + out.tile * a.rows);
+  const bool narrow = a.rows == 1 && a.weight->dtype == Dtype::int8 && a.weight->scale && a.bias &&
+                      !out.mask;
   worker.share(out.tiles(), [&](Size t) {
     const Size first = t * out.tile;
     const Size count = out.entries - first < out.tile ? out.entries - first : out.tile;
+    if (narrow && select_narrow(a, x, first, count, scores, out.indices + first, out.counts + t))
+      return;
     for (Size k = 0; k < count; ++k) all[k] = (int32_t)(first + k);
     dots(*a.weight, all, count, count, x, {}, a.bias, scores, out.tile);
     compact(out, t, a.rows,

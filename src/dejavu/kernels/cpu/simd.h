@@ -25,6 +25,14 @@ struct Bf16 {
   uint16_t bits;
 };
 
+// Rounded to nearest, ties to even, as torch does; NaN stays NaN.
+inline Bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return {(uint16_t)((bits >> 16) | 0x40)};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
 #if defined(__AVX512F__)
 
 struct Vec {

@@ -15,6 +15,11 @@ inline Size list_range(const Selection* selection, Size block, Size first, Size 
     for (Size i = first; i < last; ++i) listed[count++] = (int32_t)i;
     return count;
   }
+  if (block == 1 && first % selection->tile == 0 && last - first <= selection->tile) {
+    count = selection->counts[first / selection->tile];
+    std::memcpy(listed, selection->indices + first, (size_t)count * sizeof(int32_t));
+    return count;
+  }
   const Size begin = first / block, end = (last - 1) / block + 1;
   for (Size t = begin / selection->tile; t * selection->tile < end; ++t) {
     const int32_t* entries = selection->indices + t * selection->tile;

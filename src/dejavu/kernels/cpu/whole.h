@@ -31,6 +31,10 @@ inline Int16s widen(const int8_t* p) {
 inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, _mm512_loadu_si512(x)))};
 }
+inline Int16s load_whole(const int16_t* x) { return {_mm512_loadu_si512(x)}; }
+inline Int32s add_products(Int32s sum, Int16s w, Int16s x) {
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, x.v))};
+}
 inline double total(Int32s sum) { return _mm512_reduce_add_epi32(sum.v); }
 
 #elif defined(__AVX2__)
@@ -50,6 +54,12 @@ inline Int16s widen(const int8_t* p) {
 inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return {_mm256_add_epi32(
       sum.v, _mm256_madd_epi16(w.v, _mm256_loadu_si256((const __m256i*)x)))};
+}
+inline Int16s load_whole(const int16_t* x) {
+  return {_mm256_loadu_si256((const __m256i*)x)};
+}
+inline Int32s add_products(Int32s sum, Int16s w, Int16s x) {
+  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(w.v, x.v))};
 }
 inline double total(Int32s sum) {
   const __m128i four =
@@ -79,6 +89,12 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
     sum.v[i] += (int32_t)w.v[2 * i] * x[2 * i] + (int32_t)w.v[2 * i + 1] * x[2 * i + 1];
   return sum;
 }
+inline Int16s load_whole(const int16_t* x) {
+  Int16s v;
+  std::memcpy(v.v, x, sizeof(v.v));
+  return v;
+}
+inline Int32s add_products(Int32s sum, Int16s w, Int16s x) { return add_products(sum, w, x.v); }
 inline double total(Int32s sum) { return sum.v[0] + sum.v[1] + sum.v[2] + sum.v[3]; }
 
 #endif
@@ -222,6 +238,46 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
     for (int j = 0; j < J; ++j) out[r * row_stride + j] = (float)sums[r][j];
 }
 
+// Short rows that lie one behind the other, N vectors each, with one batch row that stays in
+// registers: out[j] = row j . x. Half the time of whole_dot at 96 numbers a row.
+template <int N>
+DEJAVU_LOOP void narrow_dots(const int8_t* w, Size count, const Digits& x, float* out) {
+  constexpr Size kWidth = N * Int16s::width;
+  Int16s input[N];
+  for (int i = 0; i < N; ++i) input[i] = load_whole(x.whole + i * Int16s::width);
+  const auto dot = [&](const int8_t* row) __attribute__((always_inline)) {
+    Int32s sum = no_sum();
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i)
+      sum = add_products(sum, widen(row + i * Int16s::width), input[i]);
+    return sum;
+  };
+  Size j = 0;
+  for (; j + 4 <= count; j += 4, w += 4 * kWidth) {
+#pragma GCC unroll 8
+    for (Size line = 0; line < 4 * kWidth; line += kLine) prefetch(w + kAheadBytes + line);
+    const Int32s sums[4] = {dot(w), dot(w + kWidth), dot(w + 2 * kWidth), dot(w + 3 * kWidth)};
+    store_totals(sums, x.steps[0], out + j);
+  }
+  for (; j < count; ++j, w += kWidth) out[j] = (float)(total(dot(w)) * x.steps[0]);
+}
+
+// Whether it did them: rows of whole vectors, eight at most.
+inline bool try_narrow_dots(const int8_t* w, Size count, const Digits& x, Size width, float* out) {
+  if (width % Int16s::width) return false;
+  switch (width / Int16s::width) {
+    case 1: narrow_dots<1>(w, count, x, out); return true;
+    case 2: narrow_dots<2>(w, count, x, out); return true;
+    case 3: narrow_dots<3>(w, count, x, out); return true;
+    case 4: narrow_dots<4>(w, count, x, out); return true;
+    case 5: narrow_dots<5>(w, count, x, out); return true;
+    case 6: narrow_dots<6>(w, count, x, out); return true;
+    case 7: narrow_dots<7>(w, count, x, out); return true;
+    case 8: narrow_dots<8>(w, count, x, out); return true;
+  }
+  return false;
+}
+
 // J stored rows with all batch rows, up to four of them at a time.
 template <int J>
 inline void whole_rows(const int8_t* const* w, const int8_t* const* next, const Digits* x,
@@ -247,6 +303,14 @@ inline void whole_grid(const int8_t* const* w, Size count, Size known, const Dig
   for (; rows > 1 && j + 2 <= count; j += 2)
     whole_rows<2>(w + j, next(2, Fetch<2, int8_t>::rows_ahead(width)), x, rows, width, out + j,
                   row_stride);
+  if (rows == 1 && j < count) {
+    // The last few, filled up with copies of the last: one row alone would wait for its own sums.
+    const int8_t* last[4];
+    float results[4];
+    for (Size k = 0; k < 4; ++k) last[k] = w[j + k < count ? j + k : count - 1];
+    whole_dot<1, 4>(last, last, x, width, results, 0);
+    for (Size k = 0; j < count; ++k) out[j++] = results[k];
+  }
   for (; j < count; ++j)
     whole_rows<1>(w + j, next(1, Fetch<1, int8_t>::rows_ahead(width)), x, rows, width, out + j,
                   row_stride);
