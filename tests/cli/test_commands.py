@@ -21,6 +21,7 @@ COMMANDS = [
     "measure",
     "prepare",
     "quantize",
+    "pack",
     "verify",
     "eval",
     "bench",

@@ -14,6 +14,7 @@ from dejavu.cli import (
     evaluate,
     generate,
     measure,
+    pack,
     plan,
     prepare,
     quantize,
@@ -54,6 +55,7 @@ app.command("measure")(measure.measure)
 app.command("prepare")(prepare.prepare)
 app.add_typer(plan.app, name="plan")
 app.command("quantize")(quantize.quantize)
+app.command("pack")(pack.pack)
 app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)

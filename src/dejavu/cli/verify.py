@@ -20,8 +20,9 @@ def verify(
     """Read every weight: hashes where they are known, tensors that are not finite, a plan's fit.
 
     Known are the hashes of int8 models and plans made by dejavu, and of models in the Hub's cache.
-    A plan knows the identity of the model it was made for, which changes with any bit of it. Exit
-    code 1 names the damaged file or tensor.
+    Of a file of `dejavu pack` every block is compared with its checksum. A plan knows the identity
+    of the model it was made for, which changes with any bit of it. Exit code 1 names the damaged
+    file or tensor.
 
     Example:
 
@@ -29,11 +30,21 @@ def verify(
     """
     from dejavu.cli.output import quiet, write_json
     from dejavu.errors import PlanError
+    from dejavu.weights.bundle import is_bundle, open_bundle
     from dejavu.weights.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(model)
-    unknown = checkpoint.verify()
-    identity = checkpoint.identity()
+    unknown: list[str] = []
+    if bundled := is_bundle(model):
+        from dejavu.cli.output import progress
+
+        bundle = open_bundle(model)
+        with progress("reading blocks") as update:
+            bundle.verify(update)
+        identity = bundle.identity
+    else:
+        checkpoint = open_checkpoint(model)
+        unknown = checkpoint.verify()
+        identity = checkpoint.identity()
     if plan is not None:
         from dejavu.predictor.plan import load_plan
 
@@ -44,7 +55,8 @@ def verify(
                 f"another model, or not what it was (identity {identity[:12]})"
             )
     if not quiet(json_file):
-        print(f"{model}: every tensor is finite, identity {identity[:12]}")
+        found = "every block has its checksum" if bundled else "every tensor is finite"
+        print(f"{model}: {found}, identity {identity[:12]}")
         if unknown:
             print(f"no hash is known of {', '.join(unknown)}")
         if plan is not None:
