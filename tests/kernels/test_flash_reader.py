@@ -1,0 +1,96 @@
+"""The flash reader: the right bytes, and with every fault injected an error and no wrong bytes."""
+
+import os
+
+import pytest
+import torch
+
+from dejavu.errors import CheckpointError, InputError
+from dejavu.kernels.compiled import extension
+from dejavu.kernels.flash import Blocks, FlashReader, crc32c, crc32c_blocks
+
+BLOCK, COUNT, START = 1024, 40, 4096
+
+
+@pytest.fixture
+def stored(tmp_path):
+    data = torch.randint(256, (COUNT * BLOCK,), dtype=torch.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(START) + data.numpy().tobytes())
+    return path, data.view(COUNT, BLOCK), Blocks(START, BLOCK, crc32c_blocks(data, BLOCK))
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])
+def reader(request, stored):
+    direct, uring = request.param
+    path, _, blocks = stored
+    return FlashReader(path, blocks, path.stat(), queue_depth=4, direct=direct, uring=uring)
+
+
+def fetch(reader, numbers, memory=None):
+    memory = torch.zeros(len(numbers), BLOCK, dtype=torch.uint8) if memory is None else memory
+    numbers = torch.as_tensor(numbers, dtype=torch.int64)
+    to = memory.data_ptr() + BLOCK * torch.arange(len(numbers))
+    reader.wait(reader.submit(START + BLOCK * numbers, BLOCK, to))
+    return memory
+
+
+def test_checksums_are_those_of_rfc_3720():
+    for data, expected in [
+        (torch.zeros(32, dtype=torch.uint8), 0x8A9136AA),
+        (torch.arange(32, dtype=torch.uint8), 0x46DD794E),
+    ]:
+        assert crc32c(data) == expected
+    for size in range(70):
+        data = torch.randint(256, (size + 1,), dtype=torch.uint8)[1:].clone()
+        assert crc32c(data) == extension().crc32c_portable(data.data_ptr(), size)
+
+
+@pytest.mark.parametrize("numbers", [[], [7], [39, 0, 5, 5, 6], list(range(COUNT))])
+def test_reads_records_in_any_order(reader, stored, numbers):
+    assert torch.equal(fetch(reader, numbers), stored[1][numbers])
+    counted = reader.counters()
+    assert counted.requests == len(numbers)
+    assert counted.bytes_wanted == BLOCK * len(numbers)
+
+
+def test_a_flipped_bit_is_found(reader, stored):
+    path, _, _ = stored
+    with path.open("r+b") as file:
+        file.seek(START + 7 * BLOCK + 3)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    memory = torch.zeros(1, BLOCK, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=f"at byte {START + 7 * BLOCK}, is damaged"):
+        fetch(reader, [7], memory)
+    assert not memory.any()
+
+
+def test_a_short_read_is_found(reader, stored):
+    os.truncate(stored[0], START + 20 * BLOCK)
+    with pytest.raises(CheckpointError, match="truncated"):
+        fetch(reader, [30])
+
+
+def test_a_failing_disk_is_reported(reader):
+    failing = os.open("/proc/self/mem", os.O_RDONLY)  # nothing is mapped there: EIO
+    os.dup2(failing, reader.fileno())
+    os.close(failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        fetch(reader, [3])
+
+
+def test_a_replaced_file_is_found(reader, stored):
+    other = stored[0].with_name("other")
+    other.write_bytes(stored[0].read_bytes())
+    other.replace(stored[0])
+    with pytest.raises(CheckpointError, match="replaced"):
+        fetch(reader, [3])
+
+
+def test_records_outside_are_refused(reader):
+    with pytest.raises(InputError, match="does not begin"):
+        fetch(reader, [COUNT])
+    with pytest.raises(InputError, match="ticket"):
+        reader.wait(99)
