@@ -82,6 +82,7 @@ class _AtOnce(Selector):
     def __init__(self, inner: Selector) -> None:
         self.select = inner.select  # type: ignore[method-assign]
         self.observe = inner.observe  # type: ignore[method-assign]
+        self.inputs = inner.inputs  # type: ignore[method-assign]
 
 
 class EngineArm:
@@ -159,10 +160,12 @@ def engine_arms(
     batch: int,
     max_model_len: int,
     at_once: Collection[str] = (),
+    lazy_kv: Collection[str] = (),
 ) -> list[EngineArm]:
     """An arm for each selector by name, all on one engine, whose cache they share.
 
-    at_once: names of arms whose steps shall not be recorded.
+    at_once: names of arms whose steps shall not be recorded. lazy_kv: of those that leave keys and
+    values of unused heads for later.
     """
     engine = Engine(
         loaded,
@@ -173,6 +176,7 @@ def engine_arms(
         ops=ops,
         arms={n: _AtOnce(s) if n in at_once else s for n, s in selectors.items()},
         prefill_chunk=batch * max_model_len,  # all prompts in the first step
+        lazy_kv=lazy_kv,
     )
     return [
         EngineArm(name, engine, loaded, selector, threads=threads, recorded=name not in at_once)

@@ -206,7 +206,14 @@ def _own_arms(
     if exact:
         chosen["exact"] = _exact(model.config, model.device)
     chosen |= selectors
-    chosen |= {f.target.label: f for f in _forced(subject, options, script)}
+    forced = {f.target.label: f for f in _forced(subject, options, script)}
+    chosen |= forced
+    lazy = {}
+    if options.lazy_kv:
+        lazy = {f"{name}, lazy-kv": f for name, f in forced.items() if f.target.heads < 1.0}
+        if not lazy:
+            raise InputError("lazy-kv needs a density of heads, as in 0.1/0.5")
+    chosen |= lazy
     if stray := set(options.at_once) - chosen.keys():
         raise InputError(f"at_once: no arm named {', '.join(sorted(stray))}; have {list(chosen)}")
     arms = engine_arms(
@@ -217,6 +224,7 @@ def _own_arms(
         batch=options.batch,
         max_model_len=script.max_model_len,
         at_once=options.at_once,
+        lazy_kv=lazy,
     )
     for arm in arms:
         script.play(arm, 0)

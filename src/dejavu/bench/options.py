@@ -25,6 +25,8 @@ class BenchOptions:
     batch: sequences decoded together. prompt_tokens: fewer where the context is short.
     skipped: untimed steps at the start of each turn, while threads wake and caches fill.
     rank, head_rank, look_ahead: of forced predictors, as `forced.force` takes them.
+    lazy_kv: forced arms with densities of heads run a second time, with keys and values of unused
+        heads left for later (GPU).
     at_once: names of our arms whose steps shall not be replayed from a recording.
     text: of the prompts, where weights are not random; default: random ids.
     """
@@ -42,6 +44,7 @@ class BenchOptions:
     rank: int | None = None
     head_rank: int = HEAD_RANK
     look_ahead: float = 0.0
+    lazy_kv: bool = False
     at_once: Sequence[str] = ()
     text: Path | None = None
     seed: int = 0

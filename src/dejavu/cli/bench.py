@@ -58,6 +58,7 @@ def bench(
         float,
         typer.Option("--look-ahead", help="Blocks that forced plans predict ahead: 0, 0.5 or 1."),
     ] = 0.0,
+    lazy_kv: options.LazyKV = False,
     isa: Annotated[
         str | None, typer.Option("--isa", help="portable, avx2 or avx512; default: the best.")
     ] = None,
@@ -132,6 +133,7 @@ def bench(
         repeats=repeats,
         rank=rank,
         look_ahead=look_ahead,
+        lazy_kv=lazy_kv,
         text=HELDOUT_TEXT,
     )
     if plan is None and levels is not None:

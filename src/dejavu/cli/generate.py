@@ -31,6 +31,7 @@ def generate(
     threads: options.Threads = None,
     memory_limit: options.MemoryLimit = None,
     bundle: options.Bundle = None,
+    lazy_kv: options.LazyKV = False,
     json_file: options.Json = None,
 ) -> None:
     """Continue one prompt (streamed) or several at once.
@@ -62,6 +63,7 @@ def generate(
         threads=threads,
         memory_limit=memory_limit,
         bundle=bundle,
+        lazy_kv=lazy_kv,
     )
     quiet = json_file is not None and str(json_file) == "-"
     if len(prompts) == 1 and json_file is None:

@@ -43,6 +43,13 @@ Dtype = Annotated[
 Device = Annotated[
     str, typer.Option("--device", help="Where the model is and computes: cpu, cuda or cuda:N.")
 ]
+LazyKV = Annotated[
+    bool,
+    typer.Option(
+        "--lazy-kv",
+        help="GPU: keys and values of unused heads are computed when the head is next used.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")
 ]

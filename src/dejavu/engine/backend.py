@@ -13,10 +13,11 @@ from dejavu.engine.decode_step import DecodeStep
 from dejavu.engine.graph_step import GraphStep
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
-from dejavu.errors import BackendError
+from dejavu.errors import BackendError, InputError
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import DecoderLM
+from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
 from dejavu.sparsity.policy import Selector
 
@@ -69,13 +70,28 @@ def decode_step(
     max_rows: int,
     max_length: int,
     vocab_size: int | None = None,
+    lazy_kv: bool = False,
 ) -> Step:
     """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
-    vocab_size: logits and ids end there; default: the model's.
+    vocab_size: logits and ids end there; default: the model's. lazy_kv: see `kernels.lazy`.
+    Raises InputError where the device or the model does not allow lazy-kv.
     """
-    kind = DecodeStep if model.device.type == "cpu" else GraphStep
-    return kind(
+    if lazy_kv and model.device.type == "cpu":
+        raise InputError("lazy-kv is for --device cuda")
+    if lazy_kv and (why := obstacle(model.config)) is not None:
+        raise InputError(f"lazy-kv is not for this model: {why}")
+    if model.device.type == "cpu":
+        return DecodeStep(
+            model,
+            cache,
+            selector,
+            ops,
+            max_rows=max_rows,
+            max_length=max_length,
+            vocab_size=vocab_size,
+        )
+    return GraphStep(
         model,
         cache,
         selector,
@@ -83,4 +99,5 @@ def decode_step(
         max_rows=max_rows,
         max_length=max_length,
         vocab_size=vocab_size,
+        lazy_kv=lazy_kv,
     )

@@ -58,6 +58,7 @@ class Engine:
         cache_bytes: int | None = None,
         prefill_chunk: int | None = None,
         prompt_ops: Ops | None = None,
+        lazy_kv: bool | Collection[str] = False,
     ) -> None:
         """A cache for `max_batch` sequences of `max_model_len` tokens is reserved, or as much of it
         as fits into `cache_bytes` (default: half of the machine's memory; on a GPU four fifths of
@@ -67,6 +68,8 @@ class Engine:
         arms: further selectors by name, among which `add` chooses.
         prefill_chunk: prompt tokens computed at most between two decode steps; prompts are cut
             into pieces of this length. Default: `PREFILL_CHUNK`, on a GPU `GPU_PREFILL_CHUNK`.
+        lazy_kv: on a GPU, keys and values of heads that a selector leaves out are computed when
+            the head is next used, for steps of up to 4 rows; or the arms for which that is so.
         prompt_ops: of prompts; default: torch's.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
@@ -126,6 +129,7 @@ class Engine:
                 max_rows=max_batch,
                 max_length=max_model_len,
                 vocab_size=self.vocab_size,
+                lazy_kv=lazy_kv if isinstance(lazy_kv, bool) else name in lazy_kv,
             )
             for name, chosen in selectors.items()
         }

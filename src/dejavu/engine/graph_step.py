@@ -2,7 +2,7 @@
 
 What changes from step to step (ids, positions, lengths, block tables) lies in one piece of memory
 that every graph reads in place. A step of B rows runs the smallest graph with at least B; the rows
-beyond are padding, which looks at one token of its own and writes into the cache's scratch block.
+beyond are padding: the last row again, which selects what is selected and writes what is written.
 The graph ends with each row's likeliest id, so a greedy step fetches 8 bytes a row and waits once.
 """
 
@@ -122,6 +122,7 @@ class GraphStep:
                 "lengths": ((most,), torch.int32),
                 "block_table": ((most, blocks_for(max_length)), torch.int32),
                 "slots": ((most,), torch.int32),
+                "live": ((1,), torch.int32),
             },
         )
         self._lazy = LazyRows(model, most) if lazy_kv else None
@@ -151,8 +152,9 @@ class GraphStep:
         with on(self._model.device):
             kind: KeyValues = "all"
             if self._lazy is not None:
-                self._inputs.host()["slots"][:rows] = self._lazy.seat(requests)
-                self._inputs.host()["slots"][rows:bucket] = self._lazy.spare
+                slots = self._inputs.host()["slots"]
+                slots[:rows] = self._lazy.seat(requests)
+                slots[rows:bucket] = slots[rows - 1]
                 kind = self._lazy.next_step(requests)
             self._inputs.send()
             self._model.prepare(max(r.length for r in requests))
@@ -162,6 +164,8 @@ class GraphStep:
                 if (bucket, kind) not in self._graphs:
                     self._graphs[bucket, kind] = self._captured(bucket, kind)
                 logits = self._graphs[bucket, kind]()
+        if isinstance(self._selector, MeteredSelector):
+            self._selector.meter.stepped(rows, lazy=kind == "used")
         self._logits = logits[:rows]
         return self._logits
 
@@ -236,10 +240,11 @@ class GraphStep:
             table[:bucket] = self._cache.scratch
             for row, request in enumerate(requests):
                 table[row, : len(request.blocks)] = request.blocks
-            host["ids"][rows:bucket] = 0
-            host["positions"][rows:bucket] = 0
-            host["lengths"][rows:bucket] = 1
+            table[rows:bucket] = table[rows - 1]
+            host["live"][0] = rows
             self._seats = list(requests), bucket
+        for name in ("ids", "positions", "lengths"):
+            host[name][rows:bucket] = host[name][rows - 1]
         return bucket
 
     def _captured(self, rows: int, kind: KeyValues) -> Replay:
@@ -255,6 +260,8 @@ class GraphStep:
     def _forward(self, rows: int, kind: KeyValues) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
         device = self._inputs.device
+        if isinstance(self._selector, MeteredSelector):
+            self._selector.meter.live = device["live"]
         batch = Batch(
             device["ids"][:rows],
             device["positions"][:rows],

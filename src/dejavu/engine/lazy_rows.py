@@ -24,8 +24,7 @@ class LazyRows:
 
     def __init__(self, model: DecoderLM, most: int) -> None:
         """most: requests at a time."""
-        self.spare = most  # slot of rows without a request
-        self._kv = DeferredKV(model.config, most + 1, device=model.device, dtype=model.cache_dtype)
+        self._kv = DeferredKV(model.config, most, device=model.device, dtype=model.cache_dtype)
         self._free = list(range(most - 1, -1, -1))
         self._slots: dict[Request, int] = {}
         self._since: dict[Request, int] = {}  # steps since all heads had all they need

@@ -47,6 +47,7 @@ class LLM:
         max_model_len: int | None = None,
         memory_limit: str | int | None = None,
         bundle: str | os.PathLike[str] | None = None,
+        lazy_kv: bool = False,
     ) -> None:
         """Load a model, and its sparsity plan if one is given; without one it runs dense.
 
@@ -59,6 +60,7 @@ class LLM:
         max_model_len: tokens of prompt and answer at most; default: the model's context.
         memory_limit: of the whole process, `4GB` or bytes: the MLP weights stay in `bundle`, the
             file that `dejavu pack` made of this model, and come as they are needed (CPU only).
+        lazy_kv: on a GPU, leave out keys and values of unused heads too, see `Engine`.
 
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
         for a bad option, BackendError for a device that does not exist or missing kernels.
@@ -113,6 +115,7 @@ class LLM:
                 ops=ops,
                 prompt_ops=prompt_ops,
                 cache_bytes=cache_bytes,
+                lazy_kv=lazy_kv,
                 vocab_size=codec.vocab_size,
                 eos_token_ids=end_tokens(model, codec),
             ),

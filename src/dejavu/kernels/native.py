@@ -397,7 +397,10 @@ class NativeOps:
         self._done(fault, chosen, stages, out)
         return out
 
-    def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
+    def tally(
+        self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
+    ) -> None:
+        assert live is None, "steps on the CPU have no padded rows"
         require(counter.is_contiguous(), "counter must be contiguous: it is added to in place")
         counter = self._input("counter", counter, 3, dtype=torch.int64)
         chosen = selection_handle(selection, selection.entries, rows, block=False)

@@ -183,8 +183,13 @@ class Ops(Protocol):
         equals."""
         ...
 
-    def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
-        """counter int64 `[3]` += (entries read, entries used summed over rows, rows)."""
+    def tally(
+        self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
+    ) -> None:
+        """counter int64 `[3]` += (entries read, entries used summed over rows, rows).
+
+        live: int32 `[1]`, only so many rows, the first, count; the others are padding.
+        """
         ...
 
     def ahead(self, work: Callable[[], T]) -> Callable[[], T]:

@@ -219,10 +219,13 @@ class TorchOps:
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(dim=-1)
 
-    def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
+    def tally(
+        self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
+    ) -> None:
         read = selection.counts.sum()
-        used = read * rows if selection.mask is None else selection.mask.sum()
-        counter += torch.stack((read, used, read.new_tensor(rows))).to(counter.dtype)
+        counted = read.new_tensor(rows) if live is None else live[0].to(read.dtype)
+        used = read * counted if selection.mask is None else selection.mask[: int(counted)].sum()
+        counter += torch.stack((read, used, counted)).to(counter.dtype)
 
     def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
         return at_once(work)

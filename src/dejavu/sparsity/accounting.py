@@ -79,7 +79,8 @@ class LayerReads:
     """Rows that a step read in one layer, as a mean over steps; None: all.
 
     neurons: rows of up (and gate). active: rows of down, where zero activations are skipped; None:
-    as many as `neurons`. groups: KV groups whose q and o rows were read. inputs: channels read at
+    as many as `neurons`. groups: KV groups whose q and o rows were read. lazy: share of
+    the steps that read k and v rows of these groups only. inputs: channels read at
     each input site by name (`qkv`, `o`, `gate_up`, `down`), where input sparsity skips some; then
     the other figures are those of what is computed, and do not count.
     """
@@ -87,6 +88,7 @@ class LayerReads:
     neurons: float | None = None
     active: float | None = None
     groups: float | None = None
+    lazy: float = 0.0
     inputs: Mapping[str, float] | None = None
 
 
@@ -151,7 +153,9 @@ def step_bytes(
         used = groups if read.groups is None else read.groups
         scores, down = neuron_bytes(block.mlp)
         total -= (neurons - listed) * scores + (neurons - active) * down
-        total -= (groups - used) * group_bytes(block.attention, groups)
+        k, v = block.attention.k, block.attention.v
+        later = read.lazy * (k.weight.rows * _row(k) + v.weight.rows * _row(v)) / groups
+        total -= (groups - used) * (group_bytes(block.attention, groups) + later)
     return total
 
 

@@ -16,8 +16,9 @@ from dejavu.sparsity.policy import Selector, Site
 class Meter:
     """Entries listed, used and active, by site and layer, summed over steps.
 
-    On a GPU steps count there, and only the questions below wait for it. Padded rows of a captured
-    step count like rows.
+    On a GPU steps count there, and only the questions below wait for it.
+
+    live: int32 `[1]` on the device, rows of a step that count, the others being padding; None: all.
     """
 
     def __init__(self, layers: int, device: torch.device | None = None) -> None:
@@ -30,6 +31,8 @@ class Meter:
         self._counters = {site: zeros(3) for site in Site}
         self._active = zeros(1)
         self._rows = 1
+        self._steps = self._lazy = 0
+        self.live: Tensor | None = None
 
     def watch(self, layer: int, selection: Selection) -> Selection:
         """The same selection of neurons, whose active ones are counted by `Ops.mlp`."""
@@ -38,13 +41,20 @@ class Meter:
     def tally(self, site: Site, layer: int, selection: Selection, rows: int, ops: Ops) -> None:
         """Count one step's selection."""
         self._rows = rows
-        ops.tally(selection, rows, self._counters[site][layer])
+        ops.tally(selection, rows, self._counters[site][layer], live=self.live)
+
+    def stepped(self, rows: int, *, lazy: bool) -> None:
+        """A step of so many live rows ran; lazy: without k and v of unused heads."""
+        self._rows = rows
+        self._steps += 1
+        self._lazy += lazy
 
     def reset(self) -> None:
         """Start anew."""
         for counter in self._counters.values():
             counter.zero_()
         self._active.zero_()
+        self._steps = self._lazy = 0
 
     def snapshot(self) -> list[Tensor]:
         """The counts as they are, for `restore`."""
@@ -90,6 +100,7 @@ class Meter:
                     neurons=neurons[0] / of_neurons if of_neurons else None,
                     active=active / of_neurons if of_neurons else None,
                     groups=heads[0] / of_heads if of_heads else None,
+                    lazy=self._lazy / max(self._steps, 1) if of_heads else 0.0,
                 )
             )
         return found

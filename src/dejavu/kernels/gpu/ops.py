@@ -271,10 +271,12 @@ class TritonOps:
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(dim=-1)
 
-    def tally(self, selection: Selection, rows: int, counter: Tensor) -> None:
+    def tally(
+        self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
+    ) -> None:
         tiles = selection.indices.shape[0]
         self._launch(
-            tally_kernel, (1,), selection.counts, selection.mask, counter, tiles, rows,
+            tally_kernel, (1,), selection.counts, selection.mask, counter, live, tiles, rows,
             selection.entries, TILES=power_of_two(tiles), WIDTH=4096, num_warps=4,
         )  # fmt: skip
 

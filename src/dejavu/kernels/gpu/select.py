@@ -97,22 +97,26 @@ def sign_kernel(
 
 @triton.jit
 def tally_kernel(
-    counts, mask, counter, tiles, rows, entries,
+    counts, mask, counter, live, tiles, rows, entries,
     TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counter += (entries read, entries used summed over rows, rows)."""
+    """counter += (entries read, entries used summed over rows, rows), of the first live[0] rows."""
     begin(PDL)
+    if live is not None:
+        counted = tl.load(live)
+    else:
+        counted = rows
     t = tl.arange(0, TILES)
     read = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0).to(tl.int64)
     if mask is None:
-        used = read * rows
+        used = read * counted
     else:
         found = tl.zeros([WIDTH], tl.int32)
-        held = rows * entries
+        held = counted * entries
         for start in tl.range(0, held, WIDTH):
             place = start + tl.arange(0, WIDTH)
             found += tl.load(mask + place, mask=place < held, other=0).to(tl.int32)
         used = tl.sum(found, axis=0).to(tl.int64)
     tl.store(counter, tl.load(counter) + read)
     tl.store(counter + 1, tl.load(counter + 1) + used)
-    tl.store(counter + 2, tl.load(counter + 2) + rows)
+    tl.store(counter + 2, tl.load(counter + 2) + counted)
