@@ -84,6 +84,8 @@ def serve(
     ] = "info",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
+    memory_limit: options.MemoryLimit = None,
+    bundle: options.Bundle = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -123,7 +125,7 @@ def serve(
     misspelt = {key: value for key, value in file.items() if key not in context.params}
     if model is not None:
         first = {"name": name or model, "source": model, "plan": plan, "level": level}
-        entries.insert(0, first | {"dtype": dtype})
+        entries.insert(0, first | {"dtype": dtype, "bundle": bundle})
     entries += [_also(text, dtype) for text in also or ()]
     run(
         settings(
@@ -141,6 +143,7 @@ def serve(
                 "max_body": max_body,
                 "cache_memory": cache_memory,
                 "prefill_chunk": prefill_chunk,
+                "memory_limit": memory_limit,
                 "grace": grace,
             }
         )

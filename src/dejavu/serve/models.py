@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from dejavu.engine.codec import Codec
 from dejavu.engine.engine import Engine
 from dejavu.engine.llm import end_tokens
+from dejavu.flash.memory import parse_size
+from dejavu.flash.model import FlashModel, load_flash
+from dejavu.flash.ops import FlashOps, PromptOps
+from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import tile_size
 from dejavu.load import LoadedModel, load_model
 from dejavu.predictor.plan import Plan, load_plan
@@ -73,6 +77,10 @@ def serve_models(settings: Settings) -> dict[str, ServedModel]:
     sources: dict[tuple[str, str], LoadedModel] = {}
     served = {}
     for entry in settings.models:
+        if entry.bundle is not None:
+            flash = load_flash(entry.source, entry.bundle, dtype=entry.dtype)
+            served[entry.name] = serve_model(entry, flash.loaded, settings, flash)
+            continue
         key = entry.source, entry.dtype
         if key not in sources:
             sources[key] = load_model(entry.source, dtype=entry.dtype)
@@ -80,23 +88,37 @@ def serve_models(settings: Settings) -> dict[str, ServedModel]:
     return served
 
 
-def serve_model(entry: ModelEntry, loaded: LoadedModel, settings: Settings) -> ServedModel:
-    """One model that is loaded already."""
+def serve_model(
+    entry: ModelEntry, loaded: LoadedModel, settings: Settings, flash: FlashModel | None = None
+) -> ServedModel:
+    """One model that is loaded already. flash: where its neurons are, under a memory limit."""
     plan = None if entry.plan is None else load_plan(entry.plan)
     arms: dict[str, Selector] = {DENSE: Dense()}
     if plan is not None:
         plan.level(entry.level)
         arms |= {name: plan.selector(loaded, name) for name in plan.levels}
     codec = Codec(load_tokenizer(loaded.checkpoint))
+    ops: Ops | None = None
+    prompt_ops: Ops | None = None
+    cache_bytes = settings.cache_bytes
+    if flash is not None and settings.memory_limit is not None:
+        store, cache_bytes = flash.within(
+            parse_size(settings.memory_limit),
+            max_batch=settings.max_batch,
+            max_model_len=settings.max_model_len,
+        )
+        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store)
     engine = Engine(
         loaded,
+        ops=ops,
+        prompt_ops=prompt_ops,
         threads=settings.threads,
         max_batch=settings.max_batch,
         max_model_len=settings.max_model_len,
         vocab_size=codec.vocab_size,
         eos_token_ids=end_tokens(loaded, codec),
         arms=arms,
-        cache_bytes=settings.cache_bytes,
+        cache_bytes=cache_bytes,
         prefill_chunk=settings.prefill_chunk,
     )
     level = DENSE if plan is None else entry.level

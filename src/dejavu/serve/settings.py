@@ -20,6 +20,7 @@ class ModelEntry(BaseModel):
     plan: str | None = None
     level: str = "balanced"
     dtype: str = "auto"
+    bundle: str | None = None
 
 
 class Settings(BaseModel):
@@ -40,6 +41,9 @@ class Settings(BaseModel):
     prefill_chunk: int | None = Field(
         None, ge=1, description="Prompt tokens between two decode steps; default: the device's."
     )
+    memory_limit: str | None = Field(
+        None, description="Of the process, e.g. 4GB; its one model has a bundle."
+    )
     grace: float = Field(30.0, ge=0, description="Seconds that running answers get at shutdown.")
 
     @model_validator(mode="after")
@@ -47,6 +51,9 @@ class Settings(BaseModel):
         names = [entry.name for entry in self.models]
         if len(names) != len(set(names)):
             raise ValueError(f"two models have the same name: {', '.join(names)}")
+        bundled = [entry.bundle for entry in self.models if entry.bundle is not None]
+        if bool(bundled) != (self.memory_limit is not None) or (bundled and len(self.models) > 1):
+            raise ValueError("memory_limit goes with the bundle of one model, and no other model")
         return self
 
     @property
