@@ -172,7 +172,7 @@ def test_damaged_weights_are_no_predictor(loaded: LoadedModel, tmp_path: Path) -
 def test_a_silu_model_gets_a_warning_and_an_honest_plan(tmp_path: Path) -> None:
     loaded = tiny.load(tiny.save_llama(tmp_path / "model"))
     with pytest.warns(UserWarning, match=r"100% of this model's neurons.*\(activation silu\)"):
-        plan = run(loaded, tmp_path / "plan", tokens=2048, epochs=2.0)
+        plan = run(loaded, tmp_path / "plan", tokens=2048, epochs=2.0, kind="paper")
     assert {p.kind for p in plan.levels["exact"].neurons} == {"dense"}
     assert plan.levels["exact"].report["weight_bytes"] == 1.0
     assert plan.report["selection_rule"].startswith("selected where")

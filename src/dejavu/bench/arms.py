@@ -83,6 +83,7 @@ class _AtOnce(Selector):
         self.select = inner.select  # type: ignore[method-assign]
         self.observe = inner.observe  # type: ignore[method-assign]
         self.inputs = inner.inputs  # type: ignore[method-assign]
+        self.inputs = inner.inputs  # type: ignore[method-assign]
 
 
 class EngineArm:

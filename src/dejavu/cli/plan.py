@@ -109,6 +109,7 @@ def levels_table(plan: Plan) -> Table:
         ("perplexity / dense", "perplexity_ratio", "{:.4f}".format),
         ("neurons", "neuron_density", _percent),
         ("heads", "head_density", _percent),
+        ("inputs", "input_density", _percent),
         ("bytes", "weight_bytes", _percent),
         ("tokens/s", "tokens_per_second", "{:.0f}".format),
     ]
@@ -129,6 +130,14 @@ def _layers_table(plan: Plan, name: str) -> Table:
 
     level = plan.levels[name]
     table = Table(title=f"level {name}")
+    if level.inputs:
+        sites = list(level.inputs[0])
+        for title in ("layer", *sites):
+            table.add_column(title, justify="right")
+        for layer, thresholds in enumerate(level.inputs):
+            values = (thresholds.get(site, 0.0) for site in sites)
+            table.add_row(str(layer), *(f"{value:.4g}" if value else "dense" for value in values))
+        return table
     for title in ("layer", "heads", "neurons"):
         table.add_column(title, justify="right" if title == "layer" else "left")
     for layer in range(plan.base.num_hidden_layers):

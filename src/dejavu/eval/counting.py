@@ -14,7 +14,8 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
 from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
-from dejavu.sparsity.policy import Points, Selector, Site, Stage
+from dejavu.sparsity.inputs import InputSelector
+from dejavu.sparsity.policy import InputReader, Points, Selector, Site, Stage
 from dejavu.sparsity.record import neuron_activations
 
 
@@ -42,6 +43,8 @@ class Counting(Selector):
         self._rows = 0
         self._used = {site: [0] * self._layers for site in Site}
         self._active = [0] * self._layers
+        if isinstance(self._inner, InputSelector):
+            self._inner.reset()
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         selection = self._inner.select(site, layer, points, ops)
@@ -62,11 +65,16 @@ class Counting(Selector):
             self._active[layer] += int(used.sum())
         return selection
 
+    def inputs(self, layer: int) -> InputReader | None:
+        return self._inner.inputs(layer)
+
     def observe(self, stage: Stage, layer: int, value: torch.Tensor) -> None:
         self._inner.observe(stage, layer, value)
 
     def reads(self) -> list[LayerReads]:
         """Rows read for one token in each layer, mean over all tokens so far."""
+        if isinstance(self._inner, InputSelector):
+            return self._inner.meter.used_channels()
         neurons, heads = (self._used[site] for site in (Site.NEURONS, Site.HEADS))
         return [
             LayerReads(n / self._rows, a / self._rows, h / self._rows)
@@ -136,12 +144,18 @@ class Counter:
                 total += stretch.steps * (everything if value is None else value)
             return total / steps
 
+        def inputs(layer: int) -> dict[str, float] | None:
+            found = [(s.steps, layers[layer].inputs) for s, layers in self._found]
+            if any(read is None for _, read in found):
+                return None
+            sites = found[0][1] or {}
+            return {site: sum(n * (r or {})[site] for n, r in found) / steps for site in sites}
+
         means = []
         for layer in range(model.config.num_hidden_layers):
             listed = mean(layer, "neurons", neurons)
-            means.append(
-                LayerReads(listed, mean(layer, "active", listed), mean(layer, "groups", groups))
-            )
+            active, used = mean(layer, "active", listed), mean(layer, "groups", groups)
+            means.append(LayerReads(listed, active, used, inputs(layer)))
         weight_bytes = None
         if isinstance(selector, Priced):
             predictors = selector.predictor_bytes

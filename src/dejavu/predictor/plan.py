@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.selector import Choice, Key, PlanSelector
 from dejavu.registry import unknown
+from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
+from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Site
 from dejavu.weights.files import atomic_folder, sha256_file, write_safetensors
 
@@ -84,12 +87,14 @@ class LayerPolicy:
 @dataclass(frozen=True)
 class Level:
     """A named trade: at most `max_loss` of relative perplexity on the calibration model's held-out
-    text. neurons, heads: one policy a layer. report: what was measured for it."""
+    text. neurons, heads: one policy a layer. report: what was measured for it. inputs: thresholds
+    of input sparsity, one set a layer (neurons and heads are dense then), or ()."""
 
     max_loss: float
     neurons: tuple[LayerPolicy, ...]
     heads: tuple[LayerPolicy, ...]
     report: dict[str, Any] = field(default_factory=dict)
+    inputs: tuple[Thresholds, ...] = ()
 
     def policies(self, site: Site) -> tuple[LayerPolicy, ...]:
         """One a layer."""
@@ -120,7 +125,7 @@ class Plan:
             raise unknown("level", name, self.levels, PlanError)
         return self.levels[name]
 
-    def selector(self, loaded: LoadedModel, level: str = DEFAULT_LEVEL) -> PlanSelector:
+    def selector(self, loaded: LoadedModel, level: str = DEFAULT_LEVEL) -> MeteredSelector:
         """The selector of a level for a loaded model.
 
         Raises PlanError for another model than the plan's. The same source in another dtype is
@@ -140,6 +145,13 @@ class Plan:
                 "ones of the same model: its stated loss was measured on the former",
                 stacklevel=2,
             )
+        if chosen.inputs:
+            if loaded.model.device.type != "cpu":
+                raise PlanError(
+                    f"level {level} of this plan skips input channels, which runs on the CPU only; "
+                    "use --device cpu or the level exact"
+                )
+            return InputSelector(loaded.model, chosen.inputs)
         return self.choices(chosen, loaded.model.config, loaded.model.device)
 
     def choices(
@@ -258,7 +270,14 @@ def _level(entry: dict[str, Any]) -> Level:
     for policy in (*neurons, *heads):
         if policy.kind not in ("dense", "full", "predictor"):
             raise ValueError(f"kind {policy.kind!r}")
-    return Level(float(entry["max_loss"]), neurons, heads, entry["report"])
+    inputs = tuple(
+        {InputSite(site): float(value) for site, value in layer.items()}
+        for layer in entry.get("inputs", ())
+    )
+    for value in (value for layer in inputs for value in layer.values()):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"threshold {value!r} of an input site")
+    return Level(float(entry["max_loss"]), neurons, heads, entry["report"], inputs)
 
 
 def _read_predictors(
@@ -300,6 +319,11 @@ def _check_levels(
     path: Path, base: BaseModel, levels: dict[str, Level], predictors: dict[Key, Source]
 ) -> None:
     for name, level in levels.items():
+        if level.inputs and len(level.inputs) != base.num_hidden_layers:
+            raise PlanError(
+                f"{path}: level {name} has input thresholds of {len(level.inputs)} layers, the "
+                f"model {base.num_hidden_layers} layers"
+            )
         for site in Site:
             policies = level.policies(site)
             if len(policies) != base.num_hidden_layers:

@@ -12,6 +12,7 @@ import torch
 from dejavu.errors import InputError
 from dejavu.load import LoadedModel
 from dejavu.predictor.calibration import Tokenizer, Windows, make_windows
+from dejavu.predictor.input_prepare import prepare_inputs, wants_inputs
 from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.pipeline import FP16_BYTES, Pipeline, Progress
 from dejavu.predictor.plan import PLAN_FILE, Plan
@@ -35,7 +36,8 @@ def prepare(
     texts: documents (`str`) or text files (`Path`), see `calibration.documents`. name: of the
     model, for messages; default, the checkpoint's path. progress: called with a stage, steps done
     and steps in all. An interrupted run leaves `<out>.partial`, from which the same call continues;
-    a plan that stands at `out` is replaced when the new one is complete.
+    a plan that stands at `out` is replaced when the new one is complete. A gated model whose
+    activation has no zeros gets thresholds of input sparsity in place of predictors.
 
     Raises InputError for text too short or an `out` that is something else, PlanError naming a
     layer that cannot be learned.
@@ -44,6 +46,15 @@ def prepare(
     target = _destination(out)
     with _threads(options.threads), torch.inference_mode():
         windows = _windows(loaded, texts, tokenizer, options)
+        if wants_inputs(loaded.model, options):
+            return prepare_inputs(
+                loaded,
+                windows,
+                target,
+                options,
+                name or str(loaded.checkpoint.path),
+                progress or (lambda stage, done, total: None),
+            )
         pipeline = Pipeline(
             loaded,
             windows,

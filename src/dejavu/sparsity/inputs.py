@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from dejavu.kernels.native import MAX_ROWS
 from dejavu.kernels.ops import Activation, Ops
 from dejavu.kernels.selection import Selection
 from dejavu.sparsity.accounting import LayerReads
-from dejavu.sparsity.meter import MeteredSelector
+from dejavu.sparsity.meter import Meter, MeteredSelector
 from dejavu.sparsity.model_view import AffineView, BlockView, Cache, ModelView
 
 
@@ -53,8 +54,16 @@ class ByInput:
     def of(block: BlockView) -> ByInput:
         """Copies of q, k, v and gate, up in the other orientation; o and down are the model's own.
 
-        int8 matrices are quantised anew, with a scale an input channel.
+        int8 matrices are quantised anew, with a scale an input channel. All selectors of a model
+        share them.
         """
+        found = _made.get(block)
+        if found is None:
+            found = _made[block] = ByInput._copied(block)
+        return found
+
+    @staticmethod
+    def _copied(block: BlockView) -> ByInput:
         a, mlp = block.attention, block.mlp
         assert mlp.gate is not None, "checked when the plan was made"
         return ByInput(
@@ -75,6 +84,9 @@ class ByInput:
         return norms
 
 
+_made: WeakKeyDictionary[BlockView, ByInput] = WeakKeyDictionary()
+
+
 def _stacked(*parts: AffineView) -> Stacked:
     dtype = parts[0].weight.dtype
     wide = [p.weight.float() if dtype == "int8" else p.weight.data for p in parts]
@@ -86,11 +98,60 @@ def _stacked(*parts: AffineView) -> Stacked:
     return Stacked(weight, tuple(p.weight.rows for p in parts), bias)
 
 
+def _even(value: float, stacked: Stacked) -> Tensor:
+    return torch.full((stacked.weight.rows,), value)
+
+
 def input_obstacle(model: ModelView[Cache]) -> str | None:
     """Why input sparsity does not fit a model; None: it does."""
     if model.weights.blocks[0].mlp.gate is None:
         return "its MLP has no gate"
     return None
+
+
+class InputMeter(Meter):
+    """Channels read and used at each input site, beside what `Meter` counts."""
+
+    def __init__(self, layers: int, device: torch.device | None = None) -> None:
+        super().__init__(layers, device)
+        self.channels = torch.zeros(layers, len(InputSite), 3, dtype=torch.int64, device=device)
+        self.rows = 1  # of the last step that went through Python
+
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self.channels.zero_()
+
+    def snapshot(self) -> list[Tensor]:
+        """The counts as they are, for `restore`."""
+        return [*super().snapshot(), self.channels.clone()]
+
+    def restore(self, counts: list[Tensor]) -> None:
+        """Forget what was counted since a snapshot."""
+        super().restore(counts[:-1])
+        self.channels.copy_(counts[-1])
+
+    def reads(self, steps: int | None = None) -> list[LayerReads]:
+        """Mean over the steps since the last reset, by layer: channels that any row of a step read.
+
+        steps: how many there were; default: as if all had as many rows as the last one.
+        """
+        return self._means(
+            lambda read, used, rows: read / (max(rows // self.rows, 1) if steps is None else steps)
+        )
+
+    def used_channels(self) -> list[LayerReads]:
+        """Channels that one row used, mean over rows and steps, by layer."""
+        return self._means(lambda read, used, rows: used / rows)
+
+    def _means(self, mean: Callable[[int, int, int], float]) -> list[LayerReads]:
+        found = []
+        for layer in self.channels.tolist():
+            counted = {
+                str(site): mean(*c) for site, c in zip(InputSite, layer, strict=True) if c[2]
+            }
+            found.append(LayerReads(inputs=counted))
+        return found
 
 
 class LayerInputs:
@@ -100,13 +161,13 @@ class LayerInputs:
         self,
         matrices: ByInput,
         floors: Mapping[InputSite, Tensor],
-        counters: Tensor,
         activation: Activation,
+        meter: InputMeter,
+        layer: int,
     ) -> None:
-        """floors: fp32 `[channels]` of the magnitudes that are kept, for sites that skip.
-        counters: int64 `[sites, 3]`, see `Ops.tally`."""
+        """floors: fp32 `[channels]` of the magnitudes that are kept, for sites that skip."""
         self.matrices, self._activation = matrices, activation
-        self._floors, self._counters = floors, counters
+        self._floors, self._meter, self._layer = floors, meter, layer
         self._buffers: dict[tuple[InputSite, int], Selection] = {}
 
     def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
@@ -129,7 +190,8 @@ class LayerInputs:
         floors = self._floors.get(site)
         if floors is None:
             return None
-        rows, counter = len(x), self._counters[_INDEX[site]]
+        rows, counter = len(x), self._meter.channels[self._layer, _INDEX[site]]
+        self._meter.rows = rows
         if rows > MAX_ROWS:  # a prompt: nothing to replay
             return channel_ops(ops).choose(x, floors, counter, None)
         out = self._buffers.get((site, rows))
@@ -145,49 +207,26 @@ class LayerInputs:
 class InputSelector(MeteredSelector):
     """Skips small input channels of all projections of the blocks, at thresholds a layer."""
 
-    def __init__(self, model: ModelView[Cache], thresholds: Sequence[Thresholds]) -> None:
-        """thresholds: of each layer; a site without one, or with 0, reads everything."""
-        super().__init__(len(thresholds), model.device)
+    def __init__(
+        self, model: ModelView[Cache], thresholds: Sequence[Thresholds], *, weighted: bool = True
+    ) -> None:
+        """thresholds: of each layer; a site without one, or with 0, reads everything. weighted:
+        off, they are of the magnitudes alone, for comparison."""
+        self.meter: InputMeter = InputMeter(len(thresholds), model.device)
         blocks = model.weights.blocks
         assert len(blocks) == len(thresholds)
-        self._counters = torch.zeros(
-            len(blocks), len(InputSite), 3, dtype=torch.int64, device=model.device
-        )
         self.layers: list[LayerInputs | None] = []
-        for block, wanted, counters in zip(blocks, thresholds, self._counters, strict=True):
+        for layer, (block, wanted) in enumerate(zip(blocks, thresholds, strict=True)):
             if not any(wanted.values()):
                 self.layers.append(None)
                 continue
             matrices = ByInput.of(block)
             floors = {
-                site: value / matrices.norms(site) for site, value in wanted.items() if value > 0
+                site: value / matrices.norms(site) if weighted else _even(value, matrices.at(site))
+                for site, value in wanted.items()
+                if value > 0
             }
-            self.layers.append(LayerInputs(matrices, floors, counters, model.activation))
+            self.layers.append(LayerInputs(matrices, floors, model.activation, self.meter, layer))
 
     def inputs(self, layer: int) -> LayerInputs | None:
         return self.layers[layer]
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        super().reset()
-        self._counters.zero_()
-
-    def reads(self, steps: int | None = None) -> list[LayerReads]:
-        """Mean over the steps since the last reset, by layer: channels that any row of a step read.
-
-        steps: how many there were; default: as if every step had one row.
-        """
-        return self._means(lambda read, used, rows: read / (rows if steps is None else steps))
-
-    def used(self) -> list[LayerReads]:
-        """Channels that one row used, mean over rows and steps, by layer."""
-        return self._means(lambda read, used, rows: used / rows)
-
-    def _means(self, mean: Callable[[int, int, int], float]) -> list[LayerReads]:
-        found = []
-        for layer in self._counters.tolist():
-            counted = {
-                str(site): mean(*c) for site, c in zip(InputSite, layer, strict=True) if c[2]
-            }
-            found.append(LayerReads(inputs=counted))
-        return found

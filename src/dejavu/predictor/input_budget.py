@@ -1,0 +1,247 @@
+"""How much input sparsity each site of each layer gets: the fewest bytes at a loss.
+
+Leaving channels out of an input x changes the loss to second order by half the mean square of
+`sum over them of x_i g_i`, where g is the gradient of the loss with respect to x and labels are
+drawn from the model's own predictions (the Fisher information; Martens, arXiv 1412.1193). One
+backward pass over some text so gives the damage of every threshold of every site. A price of bytes
+in nats then fixes all thresholds at once, and held-out text says what the price really costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.reference import TorchOps
+from dejavu.kernels.selection import Selection
+from dejavu.models.base import DecoderLM
+from dejavu.sparsity.accounting import input_parts
+from dejavu.sparsity.inputs import ByInput, InputMeter, InputSite, LayerInputs, Thresholds
+from dejavu.sparsity.losses import Mean
+from dejavu.sparsity.policy import Selector
+
+GRID = tuple(n / 20 for n in range(1, 18))  # sparsities that a site may get: 5 to 85 %
+_SCORED_ROWS = 64  # tokens of a window whose scores the thresholds come from
+_TRIALS = 7
+_CLOSE = 0.95  # of the allowed loss: near enough to stop searching
+
+Place = tuple[int, InputSite]
+Tick = Callable[[int, int], None]  # windows done, windows in all
+Measure = Callable[[Sequence[Thresholds]], Mean]
+"""Mean loss a token above the dense model's, on held-out text, of thresholds by layer."""
+
+
+@dataclass(frozen=True)
+class InputCurve:
+    """One site of one layer. nbytes: of the matrices that read it; thresholds and nats: for each
+    sparsity of `GRID`, ascending."""
+
+    nbytes: int
+    thresholds: tuple[float, ...]
+    nats: tuple[float, ...]
+
+    def best(self, price: float) -> int | None:
+        """The place in the grid with the best balance at a price in nats a byte; None: dense."""
+        gains = [s * self.nbytes * price - n for s, n in zip(GRID, self.nats, strict=True)]
+        number = max(range(len(GRID)), key=gains.__getitem__)
+        return number if gains[number] > 0 else None
+
+
+Curves = Mapping[Place, InputCurve]
+
+
+class _Watched(LayerInputs):
+    """Dense projections by input channel, each input shown to a watcher."""
+
+    def __init__(
+        self, matrices: ByInput, model: DecoderLM, watch: Callable[[InputSite, Tensor], None]
+    ) -> None:
+        super().__init__(matrices, {}, model.activation, InputMeter(1), 0)
+        self._watch = watch
+
+    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+        if torch.is_grad_enabled() and not x.requires_grad:  # gradients begin with the first block
+            x = x.detach().requires_grad_()
+        return super().qkv(x, ops)
+
+    def choose(self, site: InputSite, x: Tensor, ops: Ops) -> Selection | None:
+        self._watch(site, x)
+        return None
+
+
+class _Watcher(Selector):
+    """A selector that shows all inputs of all blocks to a function of place and input."""
+
+    capturable = False
+
+    def __init__(self, model: DecoderLM, watch: Callable[[Place, Tensor], None]) -> None:
+        def of(layer: int) -> Callable[[InputSite, Tensor], None]:
+            return lambda site, x: watch((layer, site), x)
+
+        blocks = model.weights.blocks
+        self._layers = [_Watched(ByInput.of(b), model, of(n)) for n, b in enumerate(blocks)]
+
+    def inputs(self, layer: int) -> LayerInputs:
+        return self._layers[layer]
+
+    def norms(self) -> dict[Place, Tensor]:
+        """fp32 `[channels]` of every place."""
+        layers = enumerate(self._layers)
+        return {(n, site): found.matrices.norms(site) for n, found in layers for site in InputSite}
+
+
+def input_curves(
+    model: DecoderLM, windows: Tensor, tick: Tick, *, weighted: bool = True, seed: int = 0
+) -> dict[Place, InputCurve]:
+    """Damage of input sparsity at every place, from windows int64 `[n, T + 1]` of text.
+
+    model: widened. weighted: scores carry the norms of columns, else they are magnitudes alone (for
+    comparison). Not to be called in inference mode.
+    """
+    scores = _scores(model, windows, weighted)
+    levels = {place: torch.quantile(_sample(s), torch.tensor(GRID)) for place, s in scores.items()}
+    damage = {place: torch.zeros(len(GRID), dtype=torch.float64) for place in levels}
+    norms: dict[Place, Tensor] = {}
+
+    def watch(place: Place, x: Tensor) -> None:
+        def count(gradient: Tensor) -> None:
+            with torch.no_grad():
+                bins = torch.bucketize((x * norms[place]).abs(), levels[place], right=True)
+                parts = x.new_zeros(len(x), len(GRID) + 1).scatter_add_(1, bins, x * gradient)
+                left_out = parts.double().cumsum(dim=1)[:, : len(GRID)]
+                damage[place] += left_out.square().sum(dim=0) / 2
+
+        x.register_hook(count)
+
+    watcher = _Watcher(model, watch)
+    norms.update(watcher.norms() if weighted else _ones(watcher.norms()))
+    generator = torch.Generator().manual_seed(seed)
+    for done, window in enumerate(windows, 1):
+        logits = model.logits(window[:-1], model.new_cache(len(window)), watcher, TorchOps())
+        with torch.no_grad():
+            drawn = torch.multinomial(logits.softmax(dim=1), 1, generator=generator)[:, 0]
+        torch.nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        tick(done, len(windows))
+    tokens = windows.shape[0] * (windows.shape[1] - 1)
+    sizes = [input_parts(block) for block in model.weights.blocks]
+    return {
+        (layer, site): InputCurve(
+            sizes[layer][site][1],
+            tuple(levels[layer, site].tolist()),
+            tuple((damage[layer, site] / tokens).cummax(dim=0).values.tolist()),
+        )
+        for layer, site in levels
+    }
+
+
+def _scores(model: DecoderLM, windows: Tensor, weighted: bool) -> dict[Place, Tensor]:
+    """Scores of some tokens at every place, fp32, flat."""
+    found: dict[Place, list[Tensor]] = {}
+
+    def watch(place: Place, x: Tensor) -> None:
+        found.setdefault(place, []).append(x[:: max(1, len(x) // _SCORED_ROWS)].abs())
+
+    watcher = _Watcher(model, watch)
+    norms = watcher.norms() if weighted else _ones(watcher.norms())
+    with torch.no_grad():
+        for window in windows:
+            ids = window[:-1]
+            model.logits(ids, model.new_cache(len(ids)), watcher, TorchOps(), last_only=True)
+    return {place: (torch.cat(parts) * norms[place]).flatten() for place, parts in found.items()}
+
+
+def _ones(norms: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    return {place: torch.ones_like(norm) for place, norm in norms.items()}
+
+
+def _sample(scores: Tensor) -> Tensor:
+    """At most what `torch.quantile` takes, evenly."""
+    return scores[:: max(1, math.ceil(len(scores) / 1_000_000))]
+
+
+def uniform_thresholds(curves: Curves, sparsity: float) -> list[dict[InputSite, float]]:
+    """The same sparsity (of `GRID`) everywhere, by layer: what a budget is compared with."""
+    return _by_layer({place: GRID.index(sparsity) for place in curves}, curves)
+
+
+def priced_thresholds(curves: Curves, price: float) -> list[dict[InputSite, float]]:
+    """The best balance of every place at a price in nats a byte, by layer."""
+    return _by_layer({place: curve.best(price) for place, curve in curves.items()}, curves)
+
+
+def planned_sparsity(curves: Curves, price: float) -> float:
+    """Share of the bytes of all places that a price leaves out, as calibrated."""
+    skipped = 0.0
+    for curve in curves.values():
+        number = curve.best(price)
+        skipped += 0.0 if number is None else GRID[number] * curve.nbytes
+    return skipped / sum(curve.nbytes for curve in curves.values())
+
+
+def price_for_sparsity(curves: Curves, sparsity: float) -> float:
+    """The lowest price at which so large a share is left out, to 1 %."""
+    low, high = _bounds(curves)
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (
+            (low, middle) if planned_sparsity(curves, middle) >= sparsity else (middle, high)
+        )
+    return high
+
+
+def price_for_loss(curves: Curves, max_loss: float, measure: Measure) -> tuple[float, Mean] | None:
+    """The highest price found whose measured loss, one standard error added, is allowed.
+
+    max_loss: relative rise of perplexity. None where no price is.
+    """
+    allowed = math.log1p(max_loss)
+    low, high = _bounds(curves)
+    best = None
+    ratio = 1.0  # of measured loss over predicted damage, as last seen
+    for _ in range(_TRIALS):
+        price = _price_for_nats(curves, 0.98 * allowed / ratio)
+        if not low < price < high:
+            price = math.sqrt(low * high)
+        loss = measure(priced_thresholds(curves, price))
+        bound = loss.value + (loss.error or 0.0)
+        ratio = max(bound, 0.05 * allowed) / max(_nats(curves, price), 1e-12)
+        if bound <= allowed:
+            best, low = (price, loss), price
+            if bound >= _CLOSE * allowed:
+                break
+        else:
+            high = price
+        if high / low < 1.02:
+            break
+    return best
+
+
+def _nats(curves: Curves, price: float) -> float:
+    found = ((curve, curve.best(price)) for curve in curves.values())
+    return sum(curve.nats[number] for curve, number in found if number is not None)
+
+
+def _price_for_nats(curves: Curves, nats: float) -> float:
+    low, high = _bounds(curves)
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _nats(curves, middle) <= nats else (low, middle)
+    return low
+
+
+def _bounds(curves: Curves) -> tuple[float, float]:
+    """Prices at which nothing and everything is left out."""
+    sizes = sum(curve.nbytes for curve in curves.values())
+    return 1e-9 / sizes, 1e5 / sizes
+
+
+def _by_layer(numbers: Mapping[Place, int | None], curves: Curves) -> list[dict[InputSite, float]]:
+    layers: list[dict[InputSite, float]] = [{} for _ in range(1 + max(n for n, _ in numbers))]
+    for (layer, site), number in numbers.items():
+        layers[layer][site] = 0.0 if number is None else curves[layer, site].thresholds[number]
+    return layers
