@@ -26,6 +26,7 @@ COMMANDS = [
     "eval",
     "bench",
     "serve",
+    "batch",
 ]
 
 

@@ -8,6 +8,7 @@ import typer
 
 from dejavu import __version__
 from dejavu.cli import (
+    batch,
     bench,
     chat,
     demo,
@@ -19,6 +20,7 @@ from dejavu.cli import (
     prepare,
     quantize,
     serve,
+    tune,
     verify,
 )
 
@@ -58,5 +60,7 @@ app.command("quantize")(quantize.quantize)
 app.command("pack")(pack.pack)
 app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
+app.command("batch")(batch.batch)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)

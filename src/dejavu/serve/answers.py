@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from time import monotonic
-
-from starlette.requests import Request as HttpRequest
 
 from dejavu.engine.output import Chunk
 from dejavu.errors import DejavuError
@@ -65,27 +63,28 @@ class Answers:
             self._worker.cancel(self.jobs)
             self._log(outcome)
 
-    async def gather(self, http: HttpRequest) -> list[list[Chunk]]:
-        """All chunks by index. Raises a job's error, and ClientGoneError when nobody listens."""
-        found: list[list[Chunk]] = [[] for _ in self.jobs]
-
-        async def collect() -> None:
-            async with aclosing(self.events()) as events:
-                async for index, chunk in events:
-                    found[index].append(chunk)
-
-        collecting = asyncio.ensure_future(collect())
-        leaving = asyncio.ensure_future(_left(http))
+    async def gather(self, leaving: Awaitable[None]) -> list[list[Chunk]]:
+        """All chunks by index. Raises a job's error, and ClientGoneError when `leaving` ends first,
+        which it does when nobody listens any more."""
+        collecting = asyncio.ensure_future(self.all())
+        left = asyncio.ensure_future(leaving)
         try:
-            await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((collecting, left), return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 raise ClientGoneError
-            await collecting
-            return found
+            return await collecting
         finally:
-            for task in (collecting, leaving):
+            for task in (collecting, left):
                 task.cancel()
-            await asyncio.gather(collecting, leaving, return_exceptions=True)
+            await asyncio.gather(collecting, left, return_exceptions=True)
+
+    async def all(self) -> list[list[Chunk]]:
+        """All chunks by index. Raises a job's error."""
+        found: list[list[Chunk]] = [[] for _ in self.jobs]
+        async with aclosing(self.events()) as events:
+            async for index, chunk in events:
+                found[index].append(chunk)
+        return found
 
     def _log(self, outcome: str) -> None:
         job = self.jobs[0]
@@ -112,11 +111,6 @@ class ClientGoneError(ApiError):
 
     def __init__(self) -> None:
         super().__init__("the client left", 499)
-
-
-async def _left(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _round(seconds: float | None) -> float | None:

@@ -17,9 +17,8 @@ from starlette.responses import FileResponse, Response
 from dejavu import __version__
 from dejavu.errors import DejavuError
 from dejavu.serve import chat, errors, text
-from dejavu.serve.guard import Guard, error_response
+from dejavu.serve.guard import Guard, client_of, error_response
 from dejavu.serve.hub import Hub, check_length
-from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import ServedModel
 from dejavu.serve.requests import (
     ChatRequest,
@@ -39,7 +38,6 @@ from dejavu.serve.responses import (
 )
 from dejavu.serve.settings import Settings
 from dejavu.serve.streaming import EventStream
-from dejavu.serve.worker import Worker
 
 PAGE = Path(__file__).parent / "page"
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -53,15 +51,13 @@ def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
 
     `app.state.hub` is what the server that runs it needs to stop it cleanly.
     """
-    metrics = Metrics(list(served.values()))
-    worker = Worker(list(served.values()), metrics, max_queue=settings.max_queue)
-    hub = Hub(settings, served, metrics, worker)
+    hub = Hub.over(settings, served)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start(asyncio.get_running_loop())
+        hub.worker.start(asyncio.get_running_loop())
         yield
-        worker.stop()
+        hub.worker.stop()
 
     app = FastAPI(
         title="dejavu",
@@ -73,7 +69,7 @@ def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
         responses=ERRORS,
     )
     app.state.hub = hub
-    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    app.add_middleware(Guard, settings=settings, metrics=hub.metrics)
     _add_errors(app)
     _add_completions(app, hub)
     _add_models(app, hub)
@@ -88,10 +84,10 @@ def _add_completions(app: FastAPI, hub: Hub) -> None:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continue prompts."""
         try:
-            answers = await hub.ask_text(body, http)
+            answers = await hub.ask_text(body, client_of(http.scope))
             if body.stream:
                 return EventStream(answers, text.stream(body, answers))
-            found = await answers.gather(http)
+            found = await answers.gather(_left(http))
         except DejavuError as error:
             raise errors.of(error, list(CompletionRequest.model_fields)) from error
         return _json(text.whole(body, answers, found))
@@ -102,10 +98,10 @@ def _add_completions(app: FastAPI, hub: Hub) -> None:
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         try:
-            answers = await hub.ask_chat(body, http)
+            answers = await hub.ask_chat(body, client_of(http.scope))
             if body.stream:
                 return EventStream(answers, chat.stream(body, answers))
-            found = await answers.gather(http)
+            found = await answers.gather(_left(http))
         except DejavuError as error:
             raise errors.of(error, list(ChatRequest.model_fields)) from error
         return _json(chat.whole(body, answers, found))
@@ -203,6 +199,11 @@ def _drop_422(app: FastAPI) -> None:
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
+
+
+async def _left(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _json(body: TextCompletion | ChatCompletion) -> Response:

@@ -28,7 +28,11 @@ def whole(body: ChatRequest, answers: Answers, found: Sequence[Sequence[Chunk]])
     choices = [
         ChatChoice(
             index=index,
-            message=AnswerMessage(content="".join(chunk.text for chunk in chunks)),
+            message=AnswerMessage(
+                role="assistant",  # said, although the default: what is unset is not sent
+                content="".join(chunk.text for chunk in chunks),
+                refusal=None,
+            ),
             finish_reason=chunks[-1].finish_reason,
             logprobs=_logprobs(body, codec, chunks),
         )

@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from uuid import uuid4
 
-from starlette.requests import Request as HttpRequest
-
 from dejavu.engine.codec import Codec
 from dejavu.engine.params import SamplingParams
 from dejavu.serve.answers import Answers
 from dejavu.serve.errors import ApiError
-from dejavu.serve.guard import client_of
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import ServedModel
 from dejavu.serve.requests import ChatRequest, CompletionRequest, Sampling
@@ -30,6 +27,13 @@ class Hub:
     metrics: Metrics
     worker: Worker
 
+    @classmethod
+    def over(cls, settings: Settings, served: Mapping[str, ServedModel]) -> Hub:
+        """With metrics and a worker of its own, which is not started yet."""
+        models = list(served.values())
+        metrics = Metrics(models)
+        return cls(settings, served, metrics, Worker(models, metrics, max_queue=settings.max_queue))
+
     def model(self, name: str) -> ServedModel:
         """Raises ApiError, 404, for one that is not served."""
         if name not in self.served:
@@ -41,22 +45,29 @@ class Hub:
             )
         return self.served[name]
 
-    async def ask_text(self, body: CompletionRequest, http: HttpRequest) -> Answers:
-        """Submit a text completion. Raises DejavuError, before any work, where it cannot be."""
+    async def ask_text(
+        self, body: CompletionRequest, client: str, request_id: str | None = None
+    ) -> Answers:
+        """Submit a text completion. Raises DejavuError, before any work, where it cannot be.
+
+        client: whose turn it takes. request_id: made up where not given.
+        """
         served = self.model(body.model)
         body.warnings()
         asked = body.prompts()
         self._check_choices(len(asked) * (body.n or 1))
         prompts = [await self._encode(served, p) if isinstance(p, str) else list(p) for p in asked]
-        return self._submit(body, served, prompts, body.params, http)
+        return self._submit(body, served, prompts, body.params, client, request_id)
 
-    async def ask_chat(self, body: ChatRequest, http: HttpRequest) -> Answers:
-        """Submit a chat completion. Raises DejavuError, before any work, where it cannot be."""
+    async def ask_chat(
+        self, body: ChatRequest, client: str, request_id: str | None = None
+    ) -> Answers:
+        """Submit a chat completion; all else as `ask_text`."""
         served = self.model(body.model)
         body.warnings()
         self._check_choices(body.n or 1)
         prompt = await asyncio.to_thread(served.codec.encode_chat, body.conversation())
-        return self._submit(body, served, [prompt], body.params, http)
+        return self._submit(body, served, [prompt], body.params, client, request_id)
 
     async def _encode(self, served: ServedModel, text: str) -> list[int]:
         """Off the event loop: a long text takes its time."""
@@ -69,7 +80,8 @@ class Hub:
         served: ServedModel,
         prompts: list[list[int]],
         params: Callable[[int], SamplingParams],
-        http: HttpRequest,
+        client: str,
+        request_id: str | None,
     ) -> Answers:
         arm = served.arm(body.sparsity)
         queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -83,7 +95,7 @@ class Hub:
                 prompt,
                 wanted[choice],
                 arm,
-                client_of(http.scope),
+                client,
                 bool(body.activity),
                 i * choices + choice,
                 queue,
@@ -91,7 +103,7 @@ class Hub:
             for i, prompt in enumerate(prompts)
             for choice in range(choices)
         ]
-        return Answers(self.worker, jobs, request_id=uuid4().hex, user=body.user)
+        return Answers(self.worker, jobs, request_id=request_id or uuid4().hex, user=body.user)
 
     def _check_choices(self, choices: int) -> None:
         limit = self.settings.max_choices
