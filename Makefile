@@ -116,7 +116,7 @@ serve-bench: $(STAMP)
 	$(BIN)/python recipes/serve_load.py --json $(RESULTS)/serve.json
 
 serve-soak: $(STAMP)
-	$(BIN)/python recipes/serve_load.py --soak 10
+	$(BIN)/python recipes/serve_load.py --soak 10 --json $(RESULTS)/serve-soak.json
 
 clean:
 	rm -rf build $(VENV)

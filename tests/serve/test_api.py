@@ -181,6 +181,7 @@ def test_logprobs_of_a_chat(server: Server) -> None:
     for entry in content:
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
         assert len(entry.top_logprobs) == 2
+    assert answer.choices[0].message.role == "assistant"
     streamed = [p.choices[0] for p in chat(server, logprobs=True, top_logprobs=2, stream=True)]
     assert streamed[0].delta.role == "assistant"
     assert [e for c in streamed if c.logprobs for e in c.logprobs.content] == content
