@@ -9,4 +9,4 @@ import lzma, sys
 with lzma.open(sys.argv[1], "rt", encoding="utf-8") as source:
     open(sys.argv[2], "w", encoding="utf-8").write(source.read(3_200_000))
 PY
-dejavu prepare relu-30m --out "$2" --text "$text" --tokens 300000 --ranks 96,112,128 --no-heads
+dejavu prepare relu-30m --out "$2" --text "$text" --tokens 300000 --no-heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -334,7 +334,7 @@ class CheckpointNeurons:
         self.gated = config.gated_mlp
         self.neurons = (config.intermediate_size,) * config.num_hidden_layers
         parts = ("up", "gate", "down") if config.gated_mlp else ("up", "down")
-        self.biases = parts if config.mlp_bias else ()
+        self.biases: Sequence[str] = parts if config.mlp_bias else ()
 
     def identity(self) -> str:
         return self.checkpoint.identity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dejavu.kernels.native import NativeOps, available_isas
+from dejavu.kernels.native import NativeOps
 from dejavu.kernels.nibbles import Nibbles, rounded, sums
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
@@ -47,7 +47,6 @@ def test_scores_are_near_those_in_floating_point(width: int, rank: int, entries:
     assert ((found * unit * b.scale).double() - exact).abs().max() < bound
 
 
-@pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize(("width", "rank", "entries"), SHAPES)
 def test_kernels_choose_what_the_reference_chooses(
@@ -69,7 +68,6 @@ def test_kernels_choose_what_the_reference_chooses(
             assert torch.equal(have[:count], want[:count])
 
 
-@pytest.mark.parametrize("isa", available_isas())
 def test_zeros_and_broken_numbers_choose_by_the_limit_and_nothing(isa: str) -> None:
     first, second = stages(40, 9, 70)
     limits = torch.linspace(-1, 1, 70)
@@ -81,7 +79,6 @@ def test_zeros_and_broken_numbers_choose_by_the_limit_and_nothing(isa: str) -> N
         assert not mask[1:].any()
 
 
-@pytest.mark.parametrize("isa", available_isas())
 def test_a_row_is_chosen_for_as_if_alone(isa: str) -> None:
     first, second = stages(64, 16, 128)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(4))

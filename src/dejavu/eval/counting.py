@@ -155,7 +155,7 @@ class Counter:
         for layer in range(model.config.num_hidden_layers):
             listed = mean(layer, "neurons", neurons)
             active, used = mean(layer, "active", listed), mean(layer, "groups", groups)
-            means.append(LayerReads(listed, active, used, inputs(layer)))
+            means.append(LayerReads(listed, active, used, inputs=inputs(layer)))
         weight_bytes = None
         if isinstance(selector, Priced):
             predictors = selector.predictor_bytes

@@ -86,7 +86,7 @@ class _Torch:
 
     def project(self, x: Tensor, stacked: Stacked, selection: Selection | None) -> list[Tensor]:
         y = self._ops.combine(x, stacked.weight, stacked.bias, selection, None)
-        return [part.contiguous() for part in torch.split(y, stacked.widths, dim=1)]
+        return [part.contiguous() for part in torch.split(y, list(stacked.widths), dim=1)]
 
     def gated(
         self, x: Tensor, gate_up: Stacked, activation: Activation, selection: Selection | None

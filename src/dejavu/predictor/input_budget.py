@@ -116,7 +116,7 @@ def input_curves(
                 left_out = parts.double().cumsum(dim=1)[:, : len(GRID)]
                 damage[place] += left_out.square().sum(dim=0) / 2
 
-        x.register_hook(count)
+        x.register_hook(count)  # type: ignore[no-untyped-call]
 
     watcher = _Watcher(model, watch)
     norms.update(watcher.norms() if weighted else _ones(watcher.norms()))

@@ -56,7 +56,7 @@ class NeuronSource(Protocol):
     hidden_size: int
     gated: bool
     neurons: tuple[int, ...]
-    biases: tuple[str, ...]
+    biases: Sequence[str]
 
     def identity(self) -> str:
         """Which model this is, as `Checkpoint.identity` tells."""
@@ -263,7 +263,7 @@ def _commit(file: int, description: Description, layers_done: int, tail_crc: int
 def _write(file: int, data: Tensor, offset: int) -> None:
     if data.numel() == 0:
         return
-    view = memoryview(data.contiguous().view(torch.uint8).numpy())
+    view = memoryview(data.contiguous().view(torch.uint8).numpy().data)
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
