@@ -44,6 +44,7 @@ def logits(model, ids):
 def test_transformers_and_our_loader_read_the_exported_model(shape, dtype, tmp_path):
     subject = random_subject(shape, SHAPES[shape], dtype=dtype)
     model = subject.loaded.model
+    model.cache_dtype = torch.float32  # as the exported model's
     for block in model.weights.blocks:
         if block.attention.q.bias is not None:
             block.attention.q.bias.normal_()

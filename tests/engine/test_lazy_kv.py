@@ -201,7 +201,7 @@ def test_rows_come_and_go(seed: int, model: DecoderLM, lazy_ops: Ops) -> None:
         seats = [rows[n] for n in order[: max(1, len(rows) - (draw(5) == 0))]]
         pair.step(seats, torch.rand(2, len(seats), HEADS, generator=generator) < 0.3)
         kinds = {kind for _, kind in pair.sides[1].step._graphs}
-    assert {"used", "owed"} <= kinds
+    assert kinds >= ({"used"} if brief else {"used", "owed"})
 
 
 def test_models_that_cannot_wait(tiny: Callable[..., Tiny]) -> None:

@@ -116,7 +116,7 @@ def measured_times(model: DecoderLM, bits: int = 4) -> StepTimes | str:
     if ops.threads > 1 and min(dense) > _best(
         _mlp(model, NativeOps(threads=1), x, [None] * layers)
     ):
-        # Steady times can be steadily wrong: with one of two cores taken, an MLP of 57 us took 1 ms.
+        # Steady times can be steadily wrong: one of two cores taken, an MLP of 57 us took 1 ms.
         return "the machine was busy with other work: all threads were slower than one"
     rows = [_selected(model, ops, x, density, generator) for density in _DENSITIES]
     ranks = [_predicted(model, ops, x, rank, bits, generator) for rank in _RANKS]
