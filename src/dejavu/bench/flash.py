@@ -66,11 +66,7 @@ class NaiveOps(NativeOps):
         selection: Selection | None,
         residual: Tensor | None,
     ) -> Tensor:
-        layer = self._store.layer_of(down)
-        if layer is not None:
-            parts = self._store.read_layer(layer)
-            up, down = up._replace(weight=parts["up"]), parts["down"]
-            gate = None if gate is None else gate._replace(weight=parts["gate"])
+        up, gate, down = self._store.read_mlp(up, gate, down)
         return super().mlp(x, up, gate, down, down_bias, activation, selection, residual)
 
 
@@ -114,7 +110,7 @@ def bench_flash(
         reads.bytes_read / tokens,
         missed * record / tokens / bundle.mlp_bytes,
         1 - missed / max(wanted, 1),
-        reads.bytes_read / reads.busy_seconds / 1e9 if reads.busy_seconds else None,
+        reads.gigabytes_per_second,
     )
     store.reader.reset_counters()
     spent, _ = _replay(outside, Dense(), NaiveOps(store, threads), ids[: naive + 1], 1, reset)
@@ -127,7 +123,7 @@ def bench_flash(
         reads.bytes_read / naive,
         1.0,
         0.0,
-        reads.bytes_read / reads.busy_seconds / 1e9 if reads.busy_seconds else None,
+        reads.gigabytes_per_second,
     )
     arms = [FlashArm("memory", 1e3 * seconds / tokens), flash, everything]
     return {

@@ -170,11 +170,7 @@ class PromptOps(TorchOps):
         selection: Selection | None,
         residual: Tensor | None,
     ) -> Tensor:
-        layer = self._store.layer_of(down)
-        if layer is not None:
-            parts = self._store.read_layer(layer)
-            up, down = up._replace(weight=parts["up"]), parts["down"]
-            gate = None if gate is None else gate._replace(weight=parts["gate"])
+        up, gate, down = self._store.read_mlp(up, gate, down)
         return super().mlp(x, up, gate, down, down_bias, activation, selection, residual)
 
 

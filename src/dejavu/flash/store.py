@@ -9,6 +9,7 @@ import torch
 from dejavu.errors import InputError
 from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
 from dejavu.kernels.neuron_cache import NeuronCache
+from dejavu.kernels.ops import Projection
 from dejavu.weights.bundle import Bundle
 
 __all__ = ["FlashStore", "least_slots", "placeholders"]
@@ -62,6 +63,20 @@ class FlashStore:
     def layer_of(self, down: Matrix) -> int | None:
         """The layer whose down matrix this is; None: not one of this store's."""
         return self._layers.get(down)
+
+    def read_mlp(
+        self, up: Projection, gate: Projection | None, down: Matrix
+    ) -> tuple[Projection, Projection | None, Matrix]:
+        """An MLP with all of its weights, read now if it is one of this store's.
+
+        Raises CheckpointError as `FlashReader.wait` does.
+        """
+        layer = self.layer_of(down)
+        if layer is None:
+            return up, gate, down
+        parts = self.read_layer(layer)
+        gate = None if gate is None else gate._replace(weight=parts["gate"])
+        return up._replace(weight=parts["up"]), gate, parts["down"]
 
     def read_layer(self, layer: int) -> dict[str, Matrix]:
         """All of a layer's neurons as contiguous matrices, read now and not kept.

@@ -68,6 +68,11 @@ class ReadCounters:
     busy_seconds: float
     wait_seconds: float
 
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        """While reads were outstanding; None: none were."""
+        return self.bytes_read / self.busy_seconds / 1e9 if self.busy_seconds else None
+
 
 class FlashReader:
     """Outstanding reads of records of one file. Any number of readers and processes may share it.

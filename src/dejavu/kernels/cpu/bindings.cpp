@@ -191,16 +191,14 @@ NB_MODULE(_native, m) {
       .def("attention",
            [](Recorder& self, Address q, Address k, Address v, Size rows, Size heads, Size groups,
               Size head_dim, Address keys, Address values, Dtype cache, Size blocks,
-              Size block_size,
-              Address block_table, Address lengths, Size max_blocks, float scale, Size window,
-              const Selection* selection, Address out) {
+              Size block_size, Address block_table, Address lengths, Size max_blocks, float scale,
+              Size window, const Selection* selection, Address out) {
              auto arrivals = std::make_shared<std::vector<int32_t>>((size_t)(rows * groups), 0);
              const AttentionArgs args = {
                  at<float>(q), at<float>(k), at<float>(v), rows, heads, groups, head_dim,
                  at<void>(keys), at<void>(values), cache, blocks, block_size,
-                 at<int32_t>(block_table),
-                 at<int32_t>(lengths), max_blocks, scale, window, selection, arrivals->data(),
-                 at<float>(out)};
+                 at<int32_t>(block_table), at<int32_t>(lengths), max_blocks, scale, window,
+                 selection, arrivals->data(), at<float>(out)};
              return self.call("attention", self.kernels().attention, args, arrivals);
            },
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),

@@ -10,16 +10,11 @@ namespace {
 constexpr Size kColumns = 256;  // outputs an item adds up
 constexpr Size kEntries = 1024;  // channels an item compares, at least a tile
 
-Size tile_count(Size entries, Size tile) { return (entries + tile - 1) / tile; }
-
 // results[0..last - first) = the tiles' sums of row r in order + bias, for columns [first, last).
 void add_tiles(const Partials& partials, const float* bias, Size r, Size first, Size last,
                float* results) {
   for_vectors(first, last, [&](Size at, Size lanes) {
-    Vec total = zero();
-    for (Size t = 0; t < partials.tiles; ++t)
-      if (partials.filled[t])
-        total = total + load(partials.data + (t * partials.rows + r) * partials.stride + at, lanes);
+    Vec total = partials.total(r, at, lanes);
     if (bias) total = total + load(bias + at, lanes);
     store(results + at - first, total, lanes);
   });
@@ -35,26 +30,13 @@ void run_choose(const ChooseArgs& a, Worker& worker) {
   worker.share((tiles + at_once - 1) / at_once, [&](Size item) {
     const Size end = (item + 1) * at_once < tiles ? (item + 1) * at_once : tiles;
     int64_t read = 0, used = 0;
-    for (Size t = item * at_once; t < end; ++t) {
-      const Size first = t * out.tile;
-      const Size last = first + out.tile < out.entries ? first + out.tile : out.entries;
-      int32_t* listed = out.indices + first;
-      Size count = 0;
-      for (Size i = first; i < last; ++i) {
-        bool any = false;
-        for (Size r = 0; r < a.rows; ++r) {
-          // Turned round, so that NaN is kept and shows.
-          const bool yes = !(std::fabs(a.x[r * out.entries + i]) < a.floors[i]);
-          if (out.mask) out.mask[r * out.entries + i] = yes;
-          any = any || yes;
-          used += yes;
-        }
-        listed[count] = (int32_t)i;  // overwritten by the next one unless kept
-        count += any;
-      }
-      out.counts[t] = (int32_t)count;
-      read += count;
-    }
+    for (Size t = item * at_once; t < end; ++t)
+      read += compact(out, t, a.rows, [&](Size r, Size i) {
+        // Turned round, so that NaN is kept and shows.
+        const bool yes = !(std::fabs(a.x[r * out.entries + i]) < a.floors[i]);
+        used += yes;
+        return yes;
+      });
     if (!a.counter) return;
     __atomic_fetch_add(a.counter, read, __ATOMIC_RELAXED);
     __atomic_fetch_add(a.counter + 1, used, __ATOMIC_RELAXED);
@@ -79,12 +61,7 @@ void run_project(const ProjectArgs& a, Worker& worker) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < channels ? first + a.tile : channels;
     const Size count = list_range(a.selection, 1, first, last, listed);
-    for (Size r = 0; r < a.rows; ++r)
-      for (Size k = 0; k < count; ++k) {
-        const Size i = listed[k];
-        const float x = use(r, i) ? a.x[r * channels + i] : 0.0f;
-        coefficients[r * a.tile + k] = weight.scale ? x * weight.scale[i] : x;
-      }
+    gather_coefficients(a.x, a.rows, weight, use, listed, count, a.tile, coefficients);
     partials.fill(t, weight, listed, count, coefficients, a.tile, a.selection != nullptr);
   });
   if (a.gated) {

@@ -13,12 +13,10 @@ void Partials::reduce(const float* bias, const float* residual, float* out,
     const Size last = first + kColumns < width ? first + kColumns : width;
     for (Size r = 0; r < rows; ++r)
       for_vectors(first, last, [&](Size at, Size lanes) {
-        Vec total = zero();
-        for (Size t = 0; t < tiles; ++t)
-          if (filled[t]) total = total + load(data + (t * rows + r) * stride + at);
-        if (bias) total = total + load(bias + at, lanes);
-        if (residual) total = total + load(residual + r * width + at, lanes);
-        store(out + r * width + at, total, lanes);
+        Vec sum = total(r, at, lanes);
+        if (bias) sum = sum + load(bias + at, lanes);
+        if (residual) sum = sum + load(residual + r * width + at, lanes);
+        store(out + r * width + at, sum, lanes);
       });
   });
 }
@@ -44,18 +42,6 @@ Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size ro
   return left;
 }
 
-// The first rows that a tile adds up: named now, they come while the dot products are computed.
-void fetch_first(const Matrix& weight, const int32_t* listed, Size count) {
-  const Size bytes = weight.dtype == Dtype::fp32 ? 4 : weight.dtype == Dtype::bf16 ? 2 : 1;
-  const Size size = weight.columns * bytes < kAheadBytes ? weight.columns * bytes : kAheadBytes;
-  for (Size k = 0; k < count && k < kSumRows; ++k) {
-    const char* row = (const char*)weight.data + weight.start(listed[k]) * bytes;
-    for (Size i = 0; i < size; i += kLine) prefetch(row + i);
-  }
-}
-
-Size tile_count(Size entries, Size tile) { return (entries + tile - 1) / tile; }
-
 }  // namespace
 
 Scratch scratch_combine(const CombineArgs& a) {
@@ -75,12 +61,7 @@ void run_combine(const CombineArgs& a, Worker& worker) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < channels ? first + a.tile : channels;
     Size count = list_range(a.selection, block, first, last, listed);
-    for (Size r = 0; r < a.rows; ++r)
-      for (Size k = 0; k < count; ++k) {
-        const Size i = listed[k];
-        const float x = use(r, i) ? a.x[r * channels + i] : 0.0f;
-        coefficients[r * a.tile + k] = weight.scale ? x * weight.scale[i] : x;
-      }
+    gather_coefficients(a.x, a.rows, weight, use, listed, count, a.tile, coefficients);
     const bool skip = a.selection != nullptr;
     if (skip) count = drop_zeros(listed, coefficients, count, a.tile, a.rows);
     partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
@@ -108,7 +89,6 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
     const Size first = t * a.tile;
     const Size last = first + a.tile < neurons ? first + a.tile : neurons;
     Size count = list_range(a.selection, 1, first, last, listed);
-    if (a.selection) fetch_first(*a.down, listed, count);
     dots(inner, listed, count, count, x, use, inner_bias, active, a.tile);
     // A neuron that a row does not use comes as 0, and every activation leaves 0 at 0.
     for (Size r = 0; r < a.rows; ++r)

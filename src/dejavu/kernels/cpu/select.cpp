@@ -1,29 +1,9 @@
 // Selections made on the CPU: scores above 0, or enough agreeing signs, compacted tile by tile.
 
-#include "dots.h"
+#include "tiles.h"
 
 namespace dejavu::DEJAVU_ISA {
 namespace {
-
-// List the entries of tile t that any row keeps; `kept(r, entry)` is asked once each.
-template <class Kept>
-void compact(const Selection& out, Size t, Size rows, Kept&& kept) {
-  const Size first = t * out.tile;
-  const Size last = first + out.tile < out.entries ? first + out.tile : out.entries;
-  int32_t* listed = out.indices + first;
-  Size count = 0;
-  for (Size entry = first; entry < last; ++entry) {
-    bool any = false;
-    for (Size r = 0; r < rows; ++r) {
-      const bool yes = kept(r, entry);
-      any = any || yes;
-      if (out.mask) out.mask[r * out.entries + entry] = yes;
-    }
-    listed[count] = (int32_t)entry;  // overwritten by the next one unless kept
-    count += any;
-  }
-  out.counts[t] = (int32_t)count;
-}
 
 // One batch row and short int8 rows: scores and list of a tile, eight at a time. False: not this.
 bool select_narrow(const SelectArgs& a, const Inputs& x, Size first, Size count, float* scores,
@@ -33,8 +13,8 @@ bool select_narrow(const SelectArgs& a, const Inputs& x, Size first, Size count,
   if (!try_narrow_dots(rows, count, x.digits[0], weight.columns, scores)) return false;
   int32_t found = 0;
   for_vectors(0, count, [&](Size k, Size lanes) {
-    const Vec score =
-        load(scores + k, lanes) * load(weight.scale + first + k, lanes) + load(a.bias + first + k, lanes);
+    const Vec scaled = load(scores + k, lanes) * load(weight.scale + first + k, lanes);
+    const Vec score = scaled + load(a.bias + first + k, lanes);
     const uint32_t above = less_bits(zero(), score);
     for (Size i = 0; i < lanes; ++i) {
       listed[found] = (int32_t)(first + k + i);  // overwritten by the next one unless kept

@@ -7,6 +7,29 @@ namespace dejavu::DEJAVU_ISA {
 
 inline Size padded(Size width) { return (width + kSumColumns - 1) / kSumColumns * kSumColumns; }
 
+inline Size tile_count(Size entries, Size tile) { return (entries + tile - 1) / tile; }
+
+// List the entries of tile t that any row keeps; `kept(r, entry)` is asked once each. How many.
+template <class Kept>
+Size compact(const Selection& out, Size t, Size rows, Kept&& kept) {
+  const Size first = t * out.tile;
+  const Size last = first + out.tile < out.entries ? first + out.tile : out.entries;
+  int32_t* listed = out.indices + first;
+  Size count = 0;
+  for (Size entry = first; entry < last; ++entry) {
+    bool any = false;
+    for (Size r = 0; r < rows; ++r) {
+      const bool yes = kept(r, entry);
+      any = any || yes;
+      if (out.mask) out.mask[r * out.entries + entry] = yes;
+    }
+    listed[count] = (int32_t)entry;  // overwritten by the next one unless kept
+    count += any;
+  }
+  out.counts[t] = (int32_t)count;
+  return count;
+}
+
 // Numbers in [first, last) of a selection over blocks of `block`, expanded; all of them when null.
 inline Size list_range(const Selection* selection, Size block, Size first, Size last,
                        int32_t* listed) {
@@ -40,6 +63,19 @@ inline Use use_of(const Selection* selection, Size block) {
   return {selection->mask, selection->entries, block};
 }
 
+// coefficients[r * tile + k] = input listed[k] of row r where the row uses it, with its stored row's
+// scale.
+inline void gather_coefficients(const float* x, Size rows, const Matrix& weight, const Use& use,
+                                const int32_t* listed, Size count, Size tile,
+                                float* coefficients) {
+  for (Size r = 0; r < rows; ++r)
+    for (Size k = 0; k < count; ++k) {
+      const Size i = listed[k];
+      const float value = use(r, i) ? x[r * weight.rows + i] : 0.0f;
+      coefficients[r * tile + k] = weight.scale ? value * weight.scale[i] : value;
+    }
+}
+
 // Partial sums [tiles][N][padded width] in shared scratch, with a flag a tile: 0 when it is empty.
 struct Partials {
   float* data;
@@ -53,6 +89,14 @@ struct Partials {
       : data(scratch), filled((int32_t*)(scratch + tiles * rows * padded(width))), tiles(tiles),
         rows(rows), width(width), stride(padded(width)) {}
   float* tile(Size t) const { return data + t * rows * stride; }
+
+  // Row r's sums at `at`, tiles in their order.
+  Vec total(Size r, Size at, Size lanes) const {
+    Vec sum = zero();
+    for (Size t = 0; t < tiles; ++t)
+      if (filled[t]) sum = sum + load(data + (t * rows + r) * stride + at, lanes);
+    return sum;
+  }
 
   // Make tile t the sum of coefficients times listed rows.
   void fill(Size t, const Matrix& weight, const int32_t* listed, Size count,
