@@ -20,6 +20,7 @@ from dejavu.kernels.device import on
 from dejavu.kernels.gpu.ops import TritonOps
 from dejavu.kernels.gpu.timing import captured, replay_seconds
 from dejavu.kernels.gpu.tuning import Config, Tuning, read_table
+from dejavu.kernels.lazy import RING, DeferredView
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, CacheView, Projection
 from dejavu.kernels.selection import Selection
@@ -27,6 +28,7 @@ from dejavu.kernels.selection import Selection
 _REPEATS = 9
 _COLD = 4  # times the last-level cache that is read between two uses of a byte
 _DENSITY = 0.1  # of the selections that listed kernels are measured with
+_LAZY_ROWS = 4  # steps of more rows do not leave out keys and values
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def tune(
 
 def trials_of(shape: Shape) -> int:
     """Kernels that `tune` asks about at most, for a progress bar."""
-    return 10 + 2 * len(shape.ranks)
+    return 11 + 2 * len(shape.ranks)
 
 
 def write_table(path: Path, device_name: str, table: dict[str, Config]) -> None:
@@ -221,6 +223,8 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
         len(stored),
     )
     yield from _attention_trials(shape, device, dtype, batch)
+    if shape.kv_heads == shape.heads and batch <= _LAZY_ROWS:
+        yield from _lazy_trials(shape, device, dtype, batch, matrices)
 
 
 def _mlp_trials(
@@ -287,6 +291,58 @@ def _attention_trials(
     ]
     yield Trial(
         f"attention/{batch * shape.kv_heads}x{shape.head_dim}", candidates, attention, len(caches)
+    )
+
+
+def _lazy_trials(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    matrices: Callable[..., list[Matrix]],
+) -> Iterator[Trial]:
+    heads, head_dim, width = shape.heads, shape.head_dim, shape.hidden_size
+    stored = matrices(heads * head_dim, width)
+    stored += stored[: -len(stored) % 3]
+    triples = list(zip(stored[::3], stored[1::3], stored[2::3], strict=True))
+    blocks = 8  # of 32 tokens
+    keys, values = torch.zeros(
+        2, blocks * batch, 32, heads, head_dim, device=device, dtype=dtype
+    ).unbind()
+    view = CacheView(
+        keys,
+        values,
+        torch.arange(blocks * batch, dtype=torch.int32, device=device).view(batch, blocks),
+        torch.full((batch,), 190, dtype=torch.int32, device=device),
+    )
+    deferred = DeferredView(
+        torch.randn(batch, RING, width, device=device).to(dtype),
+        torch.zeros(batch, heads, dtype=torch.int32, device=device),
+        torch.arange(batch, dtype=torch.int32, device=device),
+        complete=False,
+    )
+    half = Selection.from_mask(torch.rand(batch, heads, device=device) < 0.5)
+    x = torch.randn(batch, width, device=device).to(dtype)
+
+    def attend(ops: TritonOps) -> None:
+        for q, k, v in triples:
+            ops.attend_lazily(
+                x, Projection(q), Projection(k), Projection(v), view, deferred, scale=0.1,
+                window=None, selection=half,
+            )  # fmt: skip
+
+    candidates = [
+        Config(block, width, stages, warps)
+        for block, width, stages, warps in (
+            (32, 128, 3, 4), (32, 128, 5, 4), (16, 256, 3, 4), (16, 256, 4, 4), (16, 512, 3, 4),
+            (16, 128, 6, 2), (32, 256, 3, 4), (32, 256, 3, 8), (64, 128, 3, 4), (64, 128, 4, 4),
+            (64, 64, 5, 4), (16, 512, 2, 8), (32, 64, 6, 4), (16, 128, 4, 4), (128, 64, 4, 4),
+        )
+    ]  # fmt: skip
+    itemsize = dtype.itemsize
+    kind = "1" if batch == 1 else "n"
+    yield Trial(
+        f"lazy/{kind}/{heads * head_dim}x{width}/{itemsize}", candidates, attend, len(triples)
     )
 
 
