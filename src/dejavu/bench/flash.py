@@ -1,20 +1,27 @@
-"""Decoding with neurons from a file against everything in memory and against reading it all.
+"""Decoding with neurons from a file against what else could be done with the same memory.
 
-Every arm replays the same real text, one token a step, so that neighbouring selections overlap as
-they do on text.
+Every arm replays the same tokens, one a step: real text with a trained model and its plan, or, for
+a shape with random weights, a recorded trace of selections (`bench.trace`). Arms: everything in
+memory; from the file; every token reading all of the MLPs with direct reads; all of it in a mapped
+file. The first two compute the same selections and must agree in every bit, and so must the last
+two, which are dense, with the dense model in memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dejavu.bench.disk import measure_disk
+from dejavu.bench.disk import measure_disk, measure_reader
+from dejavu.bench.mapped import MappedNeurons
+from dejavu.bench.spread import Spread
+from dejavu.bench.trace import Replayed
 from dejavu.errors import DejavuError
 from dejavu.flash.ops import FlashOps
 from dejavu.flash.store import FlashStore
@@ -33,19 +40,29 @@ __all__ = ["FlashArm", "NaiveOps", "bench_flash"]
 class FlashArm:
     """One way to decode. Bytes are means over the timed tokens.
 
-    wanted_bytes: of the neurons that the step named. fresh_bytes: of those, the ones that had to be
-    read. read_bytes: what the device read for them. fresh: fresh_bytes over the MLP's bytes.
-    hit_rate: of the neurons named. gigabytes_per_second: while reads were outstanding.
+    ms_per_token: mean; p10, median, p90 over tokens beside it. wanted_bytes: of the neurons that
+    the step named. fresh_bytes: of those, the ones that had to be read. read_bytes: what the device
+    read for them. fresh: fresh_bytes over the MLP's bytes. hit_rate: of the neurons named.
+    reads: of the device. busy_ms: some were outstanding. wait_ms: the step stood still for them.
+    gigabytes_per_second: while reads were outstanding. logits: SHA-256 over those of all timed
+    tokens; tokens: the likeliest of each.
     """
 
     name: str
     ms_per_token: float
+    spread: Spread
+    logits: str
+    tokens: list[int]
     wanted_bytes: float = 0.0
     fresh_bytes: float = 0.0
     read_bytes: float = 0.0
     fresh: float = 0.0
     hit_rate: float = 1.0
+    reads: float = 0.0
+    busy_ms: float = 0.0
+    wait_ms: float = 0.0
     gigabytes_per_second: float | None = None
+    notes: str = ""
 
 
 class NaiveOps(NativeOps):
@@ -80,72 +97,152 @@ def bench_flash(
     warm: int = 256,
     naive: int = 8,
     threads: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Replay a text: in memory, from the file, and (its first `naive` tokens) read in full.
+    """Replay tokens in every arm.
 
     memory, outside: the same model with its MLPs in memory and in `store`. selector: a fresh one
     for every arm. ids: at most the context. warm: tokens before the clock and the counters start.
+    naive: tokens that the arms which read everything get, after one to warm up. tell: gets the name
+    of what runs next.
 
-    Raises DejavuError where the logits of the first two arms differ in a bit.
+    Raises DejavuError where two arms that compute the same differ in a bit.
     """
     bundle = store.bundle
-    seconds, truth = _replay(memory, selector(), NativeOps(threads), ids, warm, lambda: None)
-
-    def reset() -> None:
-        store.cache.reset_counters()
-        store.reader.reset_counters()
-
-    taken, found = _replay(outside, selector(), FlashOps(store, threads), ids, warm, reset)
-    if not torch.equal(truth, found):
-        raise DejavuError("neurons from the file give other logits than from memory")
-    tokens = len(ids) - warm
-    wanted, missed = store.cache.counters()
-    reads = store.reader.counters()
-    record = bundle.record_bytes
-    flash = FlashArm(
-        "flash",
-        1e3 * taken / tokens,
-        wanted * record / tokens,
-        missed * record / tokens,
-        reads.bytes_read / tokens,
-        missed * record / tokens / bundle.mlp_bytes,
-        1 - missed / max(wanted, 1),
-        reads.gigabytes_per_second,
-    )
-    store.reader.reset_counters()
-    spent, _ = _replay(outside, Dense(), NaiveOps(store, threads), ids[: naive + 1], 1, reset)
-    reads = store.reader.counters()
-    everything = FlashArm(
-        "read in full",
-        1e3 * spent / naive,
-        bundle.mlp_bytes,
-        bundle.mlp_bytes,
-        reads.bytes_read / naive,
-        1.0,
-        0.0,
-        reads.gigabytes_per_second,
-    )
-    arms = [FlashArm("memory", 1e3 * seconds / tokens), flash, everything]
+    timed = len(ids) - warm
+    tell("in memory")
+    in_memory = _replay("memory", memory, selector(), NativeOps(threads), ids, warm)
+    tell("the device")
+    device = measure_disk(bundle, depth=store.reader.queue_depth)
+    tell("from flash")
+    flash = _counted(store, outside, selector(), FlashOps(store, threads), ids, warm, "flash")
+    tell("the reader")
+    reader = measure_reader(bundle, depth=store.reader.queue_depth)
+    few = ids[: naive + 1]
+    tell("read in full")
+    everything = _counted(store, outside, Dense(), NaiveOps(store, threads), few, 1, "read in full")
+    tell("mapped")
+    mapped = _mapped(outside, store, few, threads)
+    dense = _replay("dense in memory", memory, Dense(), NativeOps(threads), few, 1)
+    for one, other in ((in_memory, flash), (dense, everything), (dense, mapped)):
+        if one.logits != other.logits:
+            raise DejavuError(f"arm {other.name!r} gives other logits than arm {one.name!r}")
+    random = device[0]
+    read_ms = 1e3 * flash.read_bytes / (random.gigabytes_per_second * 1e9)
+    best = max(in_memory.ms_per_token, read_ms)
+    whole_ms = 1e3 * bundle.mlp_bytes / (device[1].gigabytes_per_second * 1e9)
+    arms = (in_memory, flash, everything, mapped, dense)
     return {
         "arms": [asdict(arm) for arm in arms],
-        "tokens": tokens,
+        "tokens": timed,
+        "warm": warm,
         "neurons_in_memory": store.cache.slots,
         "neurons": sum(bundle.neurons),
+        "mlp_bytes": bundle.mlp_bytes,
+        "record_bytes": bundle.record_bytes,
         "direct": store.reader.direct,
         "backend": store.reader.backend,
-        "device": [asdict(rate) for rate in measure_disk(bundle)],
+        "depth": store.reader.queue_depth,
+        "device": [asdict(rate) for rate in device],
+        "reader": asdict(reader),
+        "reader_over_device": reader.reads_per_second / random.reads_per_second,
+        "same_bits": {"flash = memory": True, "read in full = mapped = dense in memory": True},
+        "bound": {
+            "memory_ms": in_memory.ms_per_token,
+            "read_ms": read_ms,
+            "flash_over_larger": flash.ms_per_token / best,
+        },
+        "times_as_fast_as": {
+            "read in full": everything.ms_per_token / flash.ms_per_token,
+            "all MLP bytes at the device's sequential rate": whole_ms / flash.ms_per_token,
+            "mapped": mapped.ms_per_token / flash.ms_per_token,
+        },
     }
 
 
-def _replay(
+def _counted(
+    store: FlashStore,
     model: DecoderLM,
     selector: Selector,
     ops: Ops,
     ids: list[int],
     warm: int,
-    start: Callable[[], None],
-) -> tuple[float, Tensor]:
-    """Seconds of the tokens after the first `warm`, and the last token's logits."""
+    name: str,
+) -> FlashArm:
+    """`_replay` with what was wanted and read for the timed tokens."""
+
+    def reset() -> None:
+        store.cache.reset_counters()
+        store.reader.reset_counters()
+
+    arm = _replay(name, model, selector, ops, ids, warm, start=reset)
+    tokens, record = len(ids) - warm, store.bundle.record_bytes
+    wanted, missed = store.cache.counters()
+    if isinstance(ops, NaiveOps):  # past the cache
+        wanted = missed = tokens * sum(store.bundle.neurons)
+    reads = store.reader.counters()
+    return replace(
+        arm,
+        wanted_bytes=wanted * record / tokens,
+        fresh_bytes=missed * record / tokens,
+        read_bytes=reads.bytes_read / tokens,
+        fresh=missed * record / tokens / store.bundle.mlp_bytes,
+        hit_rate=1 - missed / max(wanted, 1),
+        reads=reads.reads / tokens,
+        busy_ms=1e3 * reads.busy_seconds / tokens,
+        wait_ms=1e3 * reads.wait_seconds / tokens,
+        gigabytes_per_second=reads.gigabytes_per_second,
+    )
+
+
+def _mapped(model: DecoderLM, store: FlashStore, ids: list[int], threads: int | None) -> FlashArm:
+    """Dense, from a mapping of which no more stays in memory than the store may keep."""
+    bundle = store.bundle
+    with MappedNeurons(bundle, store.cache.slots * bundle.record_bytes) as mapped:
+        blocks = []
+        for layer, block in enumerate(model.weights.blocks):
+            parts = {
+                part: replace(getattr(block.mlp, part), weight=mapped.matrices[name])
+                for part in bundle.parts
+                for name in [f"layers.{layer}.mlp.{part}.weight"]
+            }
+            blocks.append(replace(block, mlp=replace(block.mlp, **parts)))
+        over = DecoderLM(
+            model.config, replace(model.weights, blocks=tuple(blocks)), model.cache_dtype
+        )
+        ops = NativeOps(threads)
+        arm = _replay("mapped", over, Dense(), ops, ids, 1, between=mapped.drop)
+        kept = mapped.residency()
+    dropped = bundle.mlp_bytes - kept.locked
+    notes = (
+        f"no control group: {kept.locked / 1e6:.0f} MB of the mapping stay locked in memory, the "
+        f"rest is dropped from it and from the page cache before every token "
+        f"({kept.after_dropping / 1e6:.0f} MB were resident after that)"
+    )
+    return replace(
+        arm,
+        wanted_bytes=float(bundle.mlp_bytes),
+        read_bytes=float(dropped),
+        fresh_bytes=float(dropped),
+        fresh=dropped / bundle.mlp_bytes,
+        hit_rate=kept.locked / bundle.mlp_bytes,
+        notes=notes,
+    )
+
+
+def _replay(
+    name: str,
+    model: DecoderLM,
+    selector: Selector,
+    ops: Ops,
+    ids: list[int],
+    warm: int,
+    *,
+    start: Callable[[], None] = lambda: None,
+    between: Callable[[], None] = lambda: None,
+) -> FlashArm:
+    """Time the tokens after the first `warm`, step by step. start: called before the first of them.
+    between: before each step, untimed."""
     cache = model.new_cache(len(ids))
     model.prepare(len(ids))
     blocks = torch.arange(blocks_for(len(ids)), dtype=torch.int32)[None]
@@ -160,14 +257,24 @@ def _replay(
         recorder = ops.recorder()
         logits = model.forward(batch, cache, selector, recorder)
         program = recorder.program
-    began = time.perf_counter()
+    seconds, tokens, digest = [], [], hashlib.sha256()
     for place, token in enumerate(ids):
         if place == warm:
             start()
-            began = time.perf_counter()
         batch.ids[0], batch.positions[0], batch.lengths[0] = token, place, place + 1
+        if isinstance(selector, Replayed):
+            selector.turn_to(place)
+        between()
+        began = time.perf_counter()
         if program is None:
             logits = model.forward(batch, cache, selector, ops)
         else:
             program.run()
-    return time.perf_counter() - began, logits.clone()
+        took = time.perf_counter() - began
+        if place >= warm:
+            seconds.append(1e3 * took)
+            tokens.append(int(logits.argmax()))
+            digest.update(logits.numpy().data)
+    return FlashArm(
+        name, sum(seconds) / len(seconds), Spread.of(seconds), digest.hexdigest(), tokens
+    )

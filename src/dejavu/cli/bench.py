@@ -86,6 +86,8 @@ def bench(
 
       dejavu bench relu-30m --plan relu-30m --memory-limit 600MB --bundle relu-30m.flash
 
+      dejavu bench --shape opt-1.3b --memory-limit 50% --look-ahead 1
+
       dejavu bench --shape opt-66b --device cuda --densities 0.1,0.1/0.5 --peers none
     """
     from dejavu.bench import decode
@@ -99,10 +101,27 @@ def bench(
     if (model is None) == (shape is None):
         raise InputError("give a MODEL or a --shape, one of the two")
     if memory_limit is not None or bundle is not None:
-        from dejavu.cli.bench_flash import bench_flash
+        from dejavu.cli.bench_flash import bench_flash, bench_flash_shape
 
-        if model is None or plan is None or memory_limit is None or bundle is None:
-            raise InputError("--memory-limit needs a MODEL, a --plan and a --bundle")
+        if memory_limit is None:
+            raise InputError("--bundle needs a --memory-limit")
+        if shape is not None:
+            _check_shape(shape)
+            options.refuse_without_effect({"--plan": plan, "--levels": levels}, "not of a shape")
+            bench_flash_shape(
+                shape,
+                bundle,
+                memory_limit,
+                dtype,
+                threads,
+                new_tokens,
+                look_ahead,
+                rank,
+                json_file,
+            )
+            return
+        if model is None or plan is None or bundle is None:
+            raise InputError("--memory-limit needs a --shape, or a MODEL, a --plan and a --bundle")
         bench_flash(
             model,
             plan,

@@ -11,10 +11,11 @@ from dejavu.flash.memory import Need, resident_bytes
 from dejavu.flash.store import FlashStore, least_slots, placeholders
 from dejavu.kernels.matrix import Matrix
 from dejavu.load import CheckpointNeurons, LoadedModel, load_model
+from dejavu.models.base import DecoderLM
 from dejavu.models.kv_cache import KVCache
 from dejavu.weights.bundle import Bundle, open_bundle
 
-__all__ = ["FlashModel", "load_flash"]
+__all__ = ["FlashModel", "load_flash", "need_of"]
 
 _READER_BUFFERS = 8 << 20  # 32 reads of up to 64 KiB, and what they are aligned to
 _PROMPT_ROWS = 128  # tokens of a prompt that pass a layer together
@@ -40,18 +41,41 @@ class FlashModel:
 
         Raises InputError naming the least limit where this one is too small.
         """
-        config = self.loaded.model.config
-        token = KVCache.token_bytes(config, self.loaded.model.cache_dtype)
-        length = max_model_len or config.context_length
-        # One sequence always; more where they take no more than an eighth of the limit.
-        keys = length * token * max(1, min(max_batch, limit // 8 // (length * token)))
-        neurons, width = max(self.bundle.neurons), config.hidden_size
-        layer = neurons * self.bundle.record_bytes
-        wide = max(neurons, config.vocab_size, 8 * width)
-        prompt = layer + 4 * (neurons * width + _PROMPT_ROWS * 2 * wide)
-        need = Need(resident_bytes(), keys, prompt, _READER_BUFFERS)
+        need, keys = need_of(
+            self.loaded.model,
+            self.bundle,
+            limit,
+            resident_bytes(),
+            max_batch=max_batch,
+            max_model_len=max_model_len,
+        )
         slots = need.slots(limit, self.bundle.record_bytes, least_slots(self.bundle))
         return self.store(slots), keys
+
+
+def need_of(
+    model: DecoderLM,
+    bundle: Bundle,
+    limit: int,
+    resident: int,
+    *,
+    max_batch: int,
+    max_model_len: int | None = None,
+) -> tuple[Need, int]:
+    """What a model takes beside its neurons, and the bytes of it for keys and values.
+
+    resident: bytes of the process with all but those and the neurons loaded.
+    """
+    config = model.config
+    token = KVCache.token_bytes(config, model.cache_dtype)
+    length = max_model_len or config.context_length
+    # One sequence always; more where they take no more than an eighth of the limit.
+    keys = length * token * max(1, min(max_batch, limit // 8 // (length * token)))
+    neurons, width = max(bundle.neurons), config.hidden_size
+    layer = neurons * bundle.record_bytes
+    wide = max(neurons, config.vocab_size, 8 * width)
+    prompt = layer + 4 * (neurons * width + _PROMPT_ROWS * 2 * wide)
+    return Need(resident, keys, prompt, _READER_BUFFERS), keys
 
 
 def load_flash(

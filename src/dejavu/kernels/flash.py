@@ -111,6 +111,7 @@ class FlashReader:
         assert checksums.dtype == torch.int32
         assert checksums.is_contiguous()
         self.path = Path(path)
+        self.queue_depth = queue_depth
         self._describe = describe or (lambda offset: f"the record at byte {offset}")
         self._checksums = checksums
         try:
