@@ -97,14 +97,15 @@ def bench_flash(
     warm: int = 256,
     naive: int = 8,
     threads: int | None = None,
+    seconds: float = 1.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Replay tokens in every arm.
 
     memory, outside: the same model with its MLPs in memory and in `store`. selector: a fresh one
     for every arm. ids: at most the context. warm: tokens before the clock and the counters start.
-    naive: tokens that the arms which read everything get, after one to warm up. tell: gets the name
-    of what runs next.
+    naive: tokens that the arms which read everything get, after one to warm up. seconds: of each
+    measurement of the disk. tell: gets the name of what runs next.
 
     Raises DejavuError where two arms that compute the same differ in a bit.
     """
@@ -113,11 +114,11 @@ def bench_flash(
     tell("in memory")
     in_memory = _replay("memory", memory, selector(), NativeOps(threads), ids, warm)
     tell("the device")
-    device = measure_disk(bundle, depth=store.reader.queue_depth)
+    device = measure_disk(bundle, depth=store.reader.queue_depth, seconds=seconds)
     tell("from flash")
     flash = _counted(store, outside, selector(), FlashOps(store, threads), ids, warm, "flash")
     tell("the reader")
-    reader = measure_reader(bundle, depth=store.reader.queue_depth)
+    reader = measure_reader(bundle, depth=store.reader.queue_depth, seconds=seconds)
     few = ids[: naive + 1]
     tell("read in full")
     everything = _counted(store, outside, Dense(), NaiveOps(store, threads), few, 1, "read in full")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from dejavu.embedded import plan_path
 from dejavu.errors import InputError
 from dejavu.flash.memory import Need, resident_bytes
 from dejavu.flash.store import FlashStore, least_slots, placeholders
@@ -13,9 +15,9 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.load import CheckpointNeurons, LoadedModel, load_model
 from dejavu.models.base import DecoderLM
 from dejavu.models.kv_cache import KVCache
-from dejavu.weights.bundle import Bundle, open_bundle
+from dejavu.weights.bundle import Bundle, is_bundle, open_bundle
 
-__all__ = ["FlashModel", "load_flash", "need_of"]
+__all__ = ["FlashModel", "find_bundle", "load_flash", "need_of"]
 
 _READER_BUFFERS = 8 << 20  # 32 reads of up to 64 KiB, and what they are aligned to
 _PROMPT_ROWS = 128  # tokens of a prompt that pass a layer together
@@ -34,10 +36,16 @@ class FlashModel:
         return FlashStore(self.bundle, slots, self.matrices)
 
     def within(
-        self, limit: int, *, max_batch: int, max_model_len: int | None
+        self,
+        limit: int,
+        *,
+        max_batch: int,
+        max_model_len: int | None,
+        rows: int = _PROMPT_ROWS,
     ) -> tuple[FlashStore, int]:
         """The store that a limit in bytes on the whole process allows, and the bytes of the cache
-        of keys and values. To be called when everything else is loaded.
+        of keys and values. To be called when everything else is loaded. rows: tokens that pass a
+        layer together, or have logits at a time.
 
         Raises InputError naming the least limit where this one is too small.
         """
@@ -48,6 +56,7 @@ class FlashModel:
             resident_bytes(),
             max_batch=max_batch,
             max_model_len=max_model_len,
+            rows=rows,
         )
         slots = need.slots(limit, self.bundle.record_bytes, least_slots(self.bundle))
         return self.store(slots), keys
@@ -61,10 +70,11 @@ def need_of(
     *,
     max_batch: int,
     max_model_len: int | None = None,
+    rows: int = _PROMPT_ROWS,
 ) -> tuple[Need, int]:
     """What a model takes beside its neurons, and the bytes of it for keys and values.
 
-    resident: bytes of the process with all but those and the neurons loaded.
+    resident: bytes of the process with all but those and the neurons loaded. rows: see `within`.
     """
     config = model.config
     token = KVCache.token_bytes(config, model.cache_dtype)
@@ -74,8 +84,33 @@ def need_of(
     neurons, width = max(bundle.neurons), config.hidden_size
     layer = neurons * bundle.record_bytes
     wide = max(neurons, config.vocab_size, 8 * width)
-    prompt = layer + 4 * (neurons * width + _PROMPT_ROWS * 2 * wide)
+    prompt = layer + 4 * (neurons * width + rows * 2 * wide)
     return Need(resident, keys, prompt, _READER_BUFFERS), keys
+
+
+def find_bundle(
+    source: str | os.PathLike[str], plan: str | os.PathLike[str] | None, dtype: str = "auto"
+) -> Path:
+    """The bundle of a model that lies in its plan's folder or its own (`*.flash`).
+
+    Raises InputError telling where it was looked for.
+    """
+    wanted = CheckpointNeurons(source, dtype=dtype)
+    folders = [Path(plan_path(os.fspath(plan)))] if plan is not None else []
+    folders.append(Path(wanted.checkpoint.path))
+    folders = [folder if folder.is_dir() else folder.parent for folder in folders]
+    for folder in folders:
+        for path in sorted(folder.glob("*.flash")):
+            if not is_bundle(path):
+                continue
+            found = open_bundle(path)
+            if (found.identity, found.dtype) == (wanted.identity(), wanted.dtype):
+                return path
+    looked = " nor ".join(str(folder) for folder in dict.fromkeys(folders))
+    raise InputError(
+        f"a memory limit needs a bundle of {source} in {wanted.dtype}, and neither {looked} has "
+        "one: make it with dejavu pack MODEL --out FILE.flash, and leave it there or give --bundle"
+    )
 
 
 def load_flash(

@@ -212,22 +212,28 @@ class FlashReader:
 
     def check(self, outcome: tuple[int, int, int]) -> None:
         """Raise what `wait` raises of a C++ outcome: fault, errno, offset."""
+        error = self.error(outcome)
+        if error is not None:
+            raise error
+
+    def error(self, outcome: tuple[int, int, int]) -> CheckpointError | None:
+        """What `check` raises."""
         fault, number, offset = outcome
         if fault == 0:
-            return
+            return None
         where = f"{self.path}: {self._describe(offset)}, at byte {offset},"
         if fault == 1:
-            raise CheckpointError(
+            return CheckpointError(
                 f"{where} cannot be read: {os.strerror(number)}; check the disk, then copy or "
                 "pack the file again"
             )
         if fault == 2:
-            raise CheckpointError(f"{where} is cut off: the file is truncated; pack it again")
+            return CheckpointError(f"{where} is cut off: the file is truncated; pack it again")
         if fault == 3:
-            raise CheckpointError(
+            return CheckpointError(
                 f"{where} is damaged: its checksum does not match; pack the file again"
             )
-        raise CheckpointError(self._replaced())
+        return CheckpointError(self._replaced())
 
     def counters(self) -> ReadCounters:
         """What was wanted and read so far."""
