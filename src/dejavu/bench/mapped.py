@@ -102,7 +102,7 @@ class MappedNeurons:
         pages = -(-self._size // _PAGE)
         found = (ctypes.c_ubyte * pages)()
         self._libc.mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._size), found)
-        resident = int((np.frombuffer(found, dtype=np.uint8) & 1).sum())
+        resident = int((np.ctypeslib.as_array(found) & 1).sum())
         return Residency(self._locked, resident * _PAGE)
 
     def close(self) -> None:

@@ -12,6 +12,11 @@ from dejavu.cli import options
 if TYPE_CHECKING:
     from dejavu.eval.compare import Comparison
     from dejavu.eval.perplexity import Perplexity
+    from dejavu.eval.text import EvalText
+    from dejavu.flash.model import FlashModel
+    from dejavu.kernels.ops import Ops
+
+_COPIES_OF_LOGITS = 3
 
 
 def evaluate(
@@ -86,6 +91,8 @@ def evaluate(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
+    memory_limit: options.MemoryLimit = None,
+    bundle: options.Bundle = None,
     json_file: options.Json = None,
 ) -> None:
     """Perplexity of a model on a text; with a plan or policy, dense and sparse side by side.
@@ -101,6 +108,8 @@ def evaluate(
 
       dejavu eval relu-30m --plan relu-30m --level fast --through decode -n 4096
 
+      dejavu eval relu-30m --plan relu-30m --memory-limit 600MB --bundle relu-30m.flash
+
       dejavu eval relu-30m --plan relu-30m --suite paper --data evaldata --out suite-run
     """
     of_suite = {
@@ -113,6 +122,7 @@ def evaluate(
         "--text": text, "--window": window, "--stride": stride,
         "--preset": None if preset == "documents" else preset,
         "--through": None if through == "prefill" else through,
+        "--memory-limit": memory_limit, "--bundle": bundle,
     }  # fmt: skip
     options.refuse_without_effect(
         of_suite if suite is None else of_text,
@@ -150,7 +160,19 @@ def evaluate(
     from dejavu.eval.text import read_text
     from dejavu.weights.tokenizer import load_tokenizer
 
-    loaded = load(model, dtype, threads, device)
+    if bundle is not None and memory_limit is None:
+        options.refuse_without_effect({"--bundle": bundle}, "goes with a --memory-limit")
+    flash = None
+    if memory_limit is None:
+        loaded = load(model, dtype, threads, device)
+    else:
+        from dejavu.flash.model import find_bundle, load_flash
+
+        why = "not with a --memory-limit"
+        options.refuse_without_effect({"--policy": policy}, why)
+        options.refuse_without_effect({"--device": None if device == "cpu" else device}, why)
+        flash = load_flash(model, bundle or find_bundle(model, plan, dtype), dtype=dtype)
+        loaded = flash.loaded
     chosen = selector(loaded, plan, level, policy)
     scored = read_text(
         text or HELDOUT_TEXT,
@@ -162,16 +184,42 @@ def evaluate(
         max_tokens=max_tokens,
     )
     what: dict[str, Any] = {"model": model, "dtype": loaded.dtype, "plan": plan, "policy": policy}
+    ops = None
+    if flash is not None and memory_limit is not None:
+        ops = _within(flash, memory_limit, through, scored, threads)
+        what["memory_limit"] = memory_limit
     with progress("scoring") as update:
         result: Perplexity | Comparison
         if chosen is None:
-            result = perplexity_of(loaded.model, scored, through=through, progress=update)
+            result = perplexity_of(loaded.model, scored, through=through, ops=ops, progress=update)
         else:
-            result = compare(loaded.model, scored, chosen, through=through, progress=update)
+            result = compare(
+                loaded.model, scored, chosen, through=through, ops=ops, progress=update
+            )
             what["level"] = level if plan is not None else None
     if not quiet(json_file):
         console().print(_table(result))
     write_json(what | result.to_json(), json_file)
+
+
+def _within(
+    flash: FlashModel, memory_limit: str, through: str, text: EvalText, threads: int | None
+) -> Ops:
+    """Ops of a path that keep the process within a limit."""
+    from dejavu.flash.memory import parse_size
+    from dejavu.flash.ops import FlashOps, PromptOps
+    from dejavu.kernels.native import MAX_ROWS
+
+    longest = max(len(window.ids) - 1 for window in text.windows)
+    prefill = through == "prefill"
+    store, _ = flash.within(
+        parse_size(memory_limit),
+        max_batch=1 if prefill else MAX_ROWS,
+        max_model_len=longest,
+        # Logits of both arms, and what comparing them makes of them.
+        rows=_COPIES_OF_LOGITS * (longest if prefill else MAX_ROWS),
+    )
+    return PromptOps(store) if prefill else FlashOps(store, threads)
 
 
 def _table(result: Perplexity | Comparison) -> Any:

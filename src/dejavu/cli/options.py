@@ -63,7 +63,11 @@ MemoryLimit = Annotated[
 ]
 Bundle = Annotated[
     str | None,
-    typer.Option("--bundle", metavar="FILE", help="What dejavu pack made of this model."),
+    typer.Option(
+        "--bundle",
+        metavar="FILE",
+        help="What dejavu pack made of this model; default: *.flash beside the plan or model.",
+    ),
 ]
 Json = Annotated[
     Path | None,

@@ -60,6 +60,7 @@ class LLM:
         max_model_len: tokens of prompt and answer at most; default: the model's context.
         memory_limit: of the whole process, `4GB` or bytes: the MLP weights stay in `bundle`, the
             file that `dejavu pack` made of this model, and come as they are needed (CPU only).
+            Default: the one in the plan's folder or the model's.
         lazy_kv: on a GPU, leave out keys and values of unused heads too, see `Engine`.
 
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
@@ -70,16 +71,14 @@ class LLM:
         if plan is None and level != DEFAULT_LEVEL:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
         flash = None
-        if (memory_limit is None) != (bundle is None):
-            raise InputError(
-                "a memory limit and a bundle go together: dejavu pack MODEL --out FILE makes the "
-                "file, then give --memory-limit and --bundle FILE"
-            )
-        if bundle is not None:
+        if bundle is not None and memory_limit is None:
+            raise InputError("a bundle goes with a memory limit: give --memory-limit SIZE")
+        if memory_limit is not None:
             if isinstance(model, LoadedModel) or resolve_device(device or "cpu").type != "cpu":
                 raise InputError("a memory limit is for a model by name, on the CPU")
-            from dejavu.flash.model import load_flash
+            from dejavu.flash.model import find_bundle, load_flash
 
+            bundle = find_bundle(model, plan, dtype) if bundle is None else bundle
             flash = load_flash(model, bundle, dtype=dtype)
             model = flash.loaded
         elif not isinstance(model, LoadedModel):

@@ -57,8 +57,9 @@ class Reader:
         ops: Ops | None = None,
         rows: int = MAX_ROWS,
     ) -> None:
-        """ops: default, plain PyTorch for `prefill` and the compiled kernels, where this
-        installation has them, for `decode`. Raises InputError for a bad option."""
+        """ops: default, plain PyTorch for `prefill`, over matrices that are widened once, and the
+        compiled kernels, where this installation has them, for `decode`. Raises InputError for a
+        bad option."""
         if through not in THROUGH:
             raise unknown("path", through, THROUGH, InputError)
         if not 1 <= rows <= MAX_ROWS:
@@ -66,7 +67,7 @@ class Reader:
         self.through = through
         self._rows = rows
         self._ops = ops or (TorchOps() if through == "prefill" else _decode_ops(model))
-        self._model = widened(model) if through == "prefill" else model
+        self._model = widened(model) if through == "prefill" and ops is None else model
 
     @property
     def backend(self) -> str:

@@ -53,16 +53,21 @@ class FlashStore:
             record=bundle.record_bytes,
             slots=min(slots, sum(bundle.neurons)),
         )
-        self._layers: dict[Matrix, int] = {}
+        self._parts: dict[Matrix, tuple[int, str]] = {}
         for layer in range(bundle.layers):
             for index, part in enumerate(bundle.parts):
                 matrix = matrices[_name(layer, part)]
                 self.cache.place(matrix, layer, index * bundle.row_bytes)
-                self._layers[matrix] = layer
+                self._parts[matrix] = layer, part
 
     def layer_of(self, down: Matrix) -> int | None:
         """The layer whose down matrix this is; None: not one of this store's."""
-        return self._layers.get(down)
+        found = self._parts.get(down)
+        return None if found is None else found[0]
+
+    def part_of(self, matrix: Matrix) -> tuple[int, str] | None:
+        """(layer, "up", "gate" or "down") of a matrix; None: not one of this store's."""
+        return self._parts.get(matrix)
 
     def read_mlp(
         self, up: Projection, gate: Projection | None, down: Matrix

@@ -7,18 +7,20 @@ every `half_life` steps since (LRFU); the least valuable leaves for one that is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dejavu.errors import InputError
+from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.compiled import extension, register_handle, selection_handle
 from dejavu.kernels.flash import FlashReader
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.selection import Selection
 
-__all__ = ["HALF_LIFE", "CacheCounters", "NeuronCache"]
+__all__ = ["FAULT", "HALF_LIFE", "CacheCounters", "NeuronCache"]
+
+FAULT = 5  # of a recorded step whose neurons did not come
 
 # Half of the neurons in memory, the 30M model on real text, misses per token in % of all neurons:
 # half-lives of 16 / 64 / 256 steps 1.38 / 1.34 / 1.37 with the true active sets, 3.42 / 3.48 / 3.57
@@ -55,6 +57,7 @@ class NeuronCache:
         self.record, self.slots = record, slots
         self.places = torch.empty(len(self._offsets), dtype=torch.int32)
         self.arena = torch.empty(slots, record, dtype=torch.uint8)  # pages are touched when used
+        extension().use_large_pages(self.arena.data_ptr(), self.arena.nbytes)
         self._reader = reader
         self._cache = extension().NeuronCache(
             reader.handle,
@@ -95,15 +98,39 @@ class NeuronCache:
         """
         neurons = int(self._first[layer + 1] - self._first[layer])
         handle = selection_handle(selection, neurons, rows, block=False)
-        self.begin_handle(layer, handle)
-
-    def begin_handle(self, layer: int, handle: object) -> None:
-        """`begin` with a selection's C++ handle, or None."""
         if not self._cache.begin(layer, handle):
-            raise InputError(
-                f"the memory limit leaves room for {self.slots} neurons, and layer {layer} needs "
-                "more at once: raise --memory-limit"
-            )
+            raise self._crowded(layer)
+
+    def add_to(
+        self, recorder: Any, step: str, layer: Tensor, selection: Selection | None, rows: int
+    ) -> object:
+        """Make `begin`, `finish` or `release` (the step) a part of what is recorded.
+
+        recorder: the C++ one. layer: int64 `[1]`, read whenever it runs, negative for nothing.
+        Returns what must live as long as the recording. A program that fails with `FAULT` has
+        stopped there: `failure` then says why.
+        """
+        handle = None
+        if selection is not None:
+            handle = selection_handle(selection, selection.entries, rows, block=False)
+        which = getattr(extension().NeuronStep, step)
+        recorder.neurons(self._cache, which, layer.data_ptr(), handle)
+        return self, layer, selection, handle
+
+    def failure(self) -> DejavuError:
+        """Why a recorded step stopped."""
+        fault, number, offset, crowded = self._cache.take_failure()
+        if crowded >= 0:
+            return self._crowded(crowded)
+        found = self._reader.error((fault, number, offset))
+        assert found is not None
+        return found
+
+    def _crowded(self, layer: int) -> InputError:
+        return InputError(
+            f"the memory limit leaves room for {self.slots} neurons, and layer {layer} needs "
+            "more at once: raise --memory-limit"
+        )
 
     def finish(self, layer: int) -> None:
         """Return when everything begun for a layer lies in its slots; it stays until `release`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +27,7 @@ class ModelNeurons:
         self.hidden_size = model.config.hidden_size
         self.gated = first.gate is not None
         self.neurons = tuple(block.mlp.down.weight.rows for block in model.weights.blocks)
-        self.biases = tuple(self.layer_of(model, 0).biases)
+        self.biases: Sequence[str] = tuple(self.layer_of(model, 0).biases)
         self._model = model
         self._identity = identity
 

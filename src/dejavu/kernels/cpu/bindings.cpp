@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "flash_bindings.h"
+#include "neuron_cache.h"
 #include "neuron_cache_bindings.h"
 #include "program.h"
 
@@ -99,7 +100,8 @@ NB_MODULE(_native, m) {
       .value("token_id", Fault::token_id)
       .value("position", Fault::position)
       .value("length", Fault::length)
-      .value("block", Fault::block);
+      .value("block", Fault::block)
+      .value("neurons", Fault::neurons);
 
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
@@ -118,6 +120,9 @@ NB_MODULE(_native, m) {
         new (self) Selection{entries, tile, at<int32_t>(indices), at<int32_t>(counts),
                              at<uint8_t>(mask), at<int64_t>(active)};
       });
+
+  bind_flash(m);
+  bind_neuron_cache(m);
 
   using Part = std::tuple<const Matrix*, Address, const Selection*, Address>;
   nb::class_<Recorder>(m, "Recorder")
@@ -249,6 +254,13 @@ NB_MODULE(_native, m) {
            },
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg())
+      .def("neurons",
+           [](Recorder& self, NeuronCache& cache, NeuronStep step, Address layer,
+              const Selection* selection) {
+             return self.call("neurons", Kernel<NeuronArgs>{run_neurons, scratch_neurons},
+                              {&cache, step, at<int64_t>(layer), selection});
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("argmax", [](Recorder& self, Address x, Size rows, Size width, Address out) {
         return self.call("argmax", self.kernels().argmax,
                          {at<float>(x), rows, width, at<int64_t>(out)});
@@ -266,6 +278,4 @@ NB_MODULE(_native, m) {
         return read_bandwidth(*available_tables().back(), bytes, threads, repeats);
       },
       "bytes"_a, "threads"_a, "repeats"_a, "GB/s of each pass of a streaming sum.");
-  bind_flash(m);
-  bind_neuron_cache(m);
 }

@@ -147,6 +147,30 @@ Outcome NeuronCache::finish(Size layer) {
   return outcome;
 }
 
+bool NeuronCache::act(NeuronStep step, Size layer, const Selection* selection) {
+  switch (step) {
+    case NeuronStep::begin:
+      if (begin(layer, selection)) return true;
+      failure_.crowded = layer;
+      return false;
+    case NeuronStep::finish:
+      failure_.outcome = finish(layer);
+      return failure_.outcome.fault == FlashFault::none;
+    case NeuronStep::release:
+      release(layer);
+  }
+  return true;
+}
+
+void run_neurons(const NeuronArgs& a, Worker& worker) {
+  if (*a.layer < 0) return;
+  worker.share(1, [&](Size) {
+    if (!a.cache->act(a.step, (Size)*a.layer, a.selection)) worker.fail(Fault::neurons);
+  });
+}
+
+Scratch scratch_neurons(const NeuronArgs&) { return {}; }
+
 void NeuronCache::pin(const int64_t* neurons, Size count) {
   for (Size i = 0; i < count; ++i) seen_[(size_t)neurons[i]] = kPinned;
 }

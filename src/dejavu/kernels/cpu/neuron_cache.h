@@ -20,6 +20,13 @@ struct CacheCounters {
   int64_t wanted = 0, missed = 0;  // neurons
 };
 
+enum class NeuronStep : int { begin, finish, release };
+
+struct StepFailure {
+  Outcome outcome;     // of reading
+  Size crowded = -1;   // or the layer for which there were too few slots
+};
+
 class NeuronCache {
  public:
   // arena: [slots, record] bytes. first: [layers + 1], a layer's first neuron among all. offsets:
@@ -39,6 +46,12 @@ class NeuronCache {
   void release(Size layer) { open_[(size_t)layer] = false; }
   // Never give up these neurons of all layers while others can go.
   void pin(const int64_t* neurons, Size count);
+
+
+  // The same as a part of a recorded step. False where the step must not go on; take_failure()
+  // then tells why, once.
+  bool act(NeuronStep step, Size layer, const Selection* selection);
+  StepFailure take_failure() { return std::exchange(failure_, {}); }
 
   CacheCounters counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }
@@ -71,6 +84,18 @@ class NeuronCache {
   int64_t begins_ = 0, clock_ = 0, epoch_ = 0;
   double use_ = 1;
   CacheCounters counters_;
+  StepFailure failure_;
 };
+
+struct NeuronArgs {
+  NeuronCache* cache;
+  NeuronStep step;
+  const int64_t* layer;  // read when the step runs; negative: nothing is to be done
+  const Selection* selection;
+};
+
+// A call in a recorded step, the same for all instruction sets.
+void run_neurons(const NeuronArgs& args, Worker& worker);
+Scratch scratch_neurons(const NeuronArgs& args);
 
 }  // namespace dejavu

@@ -15,6 +15,10 @@ using Address = uintptr_t;
 }  // namespace
 
 void bind_neuron_cache(nb::module_& m) {
+  nb::enum_<NeuronStep>(m, "NeuronStep")
+      .value("begin", NeuronStep::begin)
+      .value("finish", NeuronStep::finish)
+      .value("release", NeuronStep::release);
   nb::class_<NeuronCache>(m, "NeuronCache")
       .def("__init__",
            [](NeuronCache* self, FlashReader& reader, const nb::object& /* keeps the memory */,
@@ -38,6 +42,12 @@ void bind_neuron_cache(nb::module_& m) {
              return std::make_tuple((int)o.fault, o.error, o.offset);
            })
       .def("release", &NeuronCache::release)
+      .def("take_failure",
+           [](NeuronCache& self) {
+             const StepFailure f = self.take_failure();
+             return std::make_tuple((int)f.outcome.fault, f.outcome.error, f.outcome.offset,
+                                    f.crowded);
+           })
       .def("pin",
            [](NeuronCache& self, Address neurons, Size count) {
              self.pin((const int64_t*)neurons, count);

@@ -10,7 +10,7 @@
 
 namespace dejavu {
 
-enum class Fault : int { none, token_id, position, length, block };
+enum class Fault : int { none, token_id, position, length, block, neurons };
 
 struct alignas(64) Phase {
   std::atomic<std::ptrdiff_t> taken{0}, done{0};
