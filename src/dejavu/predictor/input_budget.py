@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,22 @@ class InputCurve:
 
 
 Curves = Mapping[Place, InputCurve]
+
+
+def curves_to_json(curves: Curves) -> dict[str, Any]:
+    """Plain values, by `site.layer`."""
+    return {f"{site}.{layer}": asdict(curve) for (layer, site), curve in curves.items()}
+
+
+def curves_from_json(content: Mapping[str, Any]) -> dict[Place, InputCurve]:
+    """What `curves_to_json` gave."""
+    found = {}
+    for name, entry in content.items():
+        site, _, layer = name.rpartition(".")
+        found[int(layer), InputSite(site)] = InputCurve(
+            entry["nbytes"], tuple(entry["thresholds"]), tuple(entry["nats"])
+        )
+    return found
 
 
 class _Watched(LayerInputs):

@@ -6,6 +6,8 @@ decides how far each level goes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,8 @@ from dejavu.models.base import DecoderLM
 from dejavu.predictor.calibration import Windows
 from dejavu.predictor.input_budget import (
     Curves,
+    curves_from_json,
+    curves_to_json,
     input_curves,
     planned_sparsity,
     price_for_loss,
@@ -31,6 +35,7 @@ from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.plan import DEFAULT_LEVEL, BaseModel, LayerPolicy, Level, Plan
 from dejavu.predictor.recording import window_losses
 from dejavu.predictor.wide import widened
+from dejavu.predictor.workspace import Workspace
 from dejavu.sparsity.accounting import dense_bytes, input_parts, step_bytes
 from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
 from dejavu.sparsity.losses import Mean, block_mean
@@ -38,6 +43,7 @@ from dejavu.sparsity.policy import Dense, Selector
 
 _CURVE_TOKENS = 4096  # more change a threshold by less than the grid of sparsities
 _MEASURED_TOKENS = 8192  # of held-out text, for each price tried
+_WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
 
 
 def wants_inputs(model: DecoderLM, options: PrepareOptions) -> bool:
@@ -54,19 +60,27 @@ def prepare_inputs(
     name: str,
     progress: Progress,
 ) -> Plan:
-    """The plan, saved: levels exact (dense), balanced and fast."""
+    """The plan, saved: levels exact (dense), balanced and fast. An interrupted run goes on with
+    the curves and the measurements that it had finished."""
+    base = BaseModel.of(loaded, name)
+    work = Workspace(target, _fingerprint(base, windows, options))
     with torch.inference_mode(False):
         wide = widened(loaded.model)
         wide = DecoderLM(wide.config, wide.weights)  # tables without a past in inference mode
         train = windows.train[: max(1, _CURVE_TOKENS // windows.length)].clone()
-        curves = input_curves(
-            wide,
-            train,
-            lambda done, total: progress("measuring sensitivity", done, total),
-            seed=options.seed,
-        )
+        found = work.get("curves")
+        if found is None:
+            curves = input_curves(
+                wide,
+                train,
+                lambda done, total: progress("measuring sensitivity", done, total),
+                seed=options.seed,
+            )
+            work.put("curves", curves_to_json(curves))
+        else:
+            curves = curves_from_json(found)
     held_out = windows.held_out[: max(2, _MEASURED_TOKENS // windows.length)]
-    text = _Text(wide, loaded.model, held_out, progress)
+    text = _Text(wide, loaded.model, held_out, work, progress)
     layers = wide.config.num_hidden_layers
     dense = (LayerPolicy(),) * layers
     levels = {EXACT: Level(0.0, dense, dense, text.report(None, Mean(0.0, 0.0), ()))}
@@ -78,27 +92,46 @@ def prepare_inputs(
         report["planned_sparsity"] = 0.0 if price is None else planned_sparsity(curves, price)
         levels[level] = Level(loss, dense, dense, report, thresholds)
     plan = Plan(
-        BaseModel.of(loaded, name),
+        base,
         levels,
         {},
         calibration=_calibration(windows, train, held_out, options),
         report=_summary(curves, text),
     )
     plan.save(target)
+    work.remove()
     return plan
+
+
+def _fingerprint(base: BaseModel, windows: Windows, options: PrepareOptions) -> str:
+    about = {
+        "version": f"inputs-{_WORK_VERSION}",
+        "options": asdict(options),
+        "model": base.identity,
+        "dtype": base.dtype,
+        "text": windows.fingerprint(),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 class _Text:
     """Held-out windows int64 `[n, T + 1]`, read densely once and then at thresholds."""
 
     def __init__(
-        self, wide: DecoderLM, stored: DecoderLM, windows: Tensor, progress: Progress
+        self,
+        wide: DecoderLM,
+        stored: DecoderLM,
+        windows: Tensor,
+        work: Workspace,
+        progress: Progress,
     ) -> None:
         self._wide, self._stored, self._windows = wide, stored, windows
-        self._progress = progress
+        self._work, self._progress = work, progress
         self._counts = [windows.shape[1] - 1] * len(windows)
-        self._losses = self._read("measuring the dense model", Dense())
-        self._reads: dict[str, tuple[float, dict[str, float]]] = {}
+        self._losses: list[float] = work.get("dense losses") or self._read(
+            "measuring the dense model", Dense()
+        )
+        work.put("dense losses", self._losses)
 
     @property
     def dense(self) -> Mean:
@@ -112,14 +145,25 @@ class _Text:
 
     def rise(self, thresholds: Sequence[Thresholds]) -> Mean:
         """Mean loss above the dense model's, window by window."""
-        selector = InputSelector(self._wide, thresholds)
-        losses = self._read("measuring thresholds", selector)
-        used = selector.meter.used_channels()
-        groups = self._wide.config.num_key_value_heads
-        size = step_bytes(self._stored.weights, used, groups=groups)
-        self._reads[repr(thresholds)] = size, self._densities(selector)
-        pairs = zip(losses, self._losses, strict=True)
+        pairs = zip(self._measured(thresholds)["losses"], self._losses, strict=True)
         return block_mean([own - full for own, full in pairs], self._counts)
+
+    def _measured(self, thresholds: Sequence[Thresholds]) -> dict[str, Any]:
+        """Losses, bytes of a token and densities, measured once."""
+        name = f"thresholds {hashlib.sha256(json.dumps(list(thresholds)).encode()).hexdigest()}"
+        found: dict[str, Any] | None = self._work.get(name)
+        if found is None:
+            selector = InputSelector(self._wide, thresholds)
+            losses = self._read("measuring thresholds", selector)
+            used = selector.meter.used_channels()
+            groups = self._wide.config.num_key_value_heads
+            found = {
+                "losses": losses,
+                "bytes": step_bytes(self._stored.weights, used, groups=groups),
+                "densities": self._densities(selector),
+            }
+            self._work.put(name, found)
+        return found
 
     def report(
         self, price: float | None, rise: Mean, thresholds: Sequence[Thresholds]
@@ -127,7 +171,8 @@ class _Text:
         """What was measured for a level; empty thresholds: dense."""
         size, densities = float(self.dense_bytes), {str(site): 1.0 for site in InputSite}
         if thresholds:
-            size, densities = self._reads[repr(list(thresholds))]
+            found = self._measured(thresholds)
+            size, densities = found["bytes"], found["densities"]
         ratio = rise.exp()
         return {
             "price_nats_per_byte": price,
@@ -195,5 +240,5 @@ def _summary(curves: Curves, text: _Text) -> dict[str, Any]:
         "dense_loss": text.dense.value,
         "dense_loss_error": text.dense.error,
         "dense_bytes": text.dense_bytes,
-        "places": {f"{site}.{layer}": asdict(curve) for (layer, site), curve in curves.items()},
+        "places": curves_to_json(curves),
     }
