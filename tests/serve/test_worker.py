@@ -11,6 +11,7 @@ import pytest
 from dejavu.engine.output import Chunk
 from dejavu.engine.params import SamplingParams
 from dejavu.errors import DejavuError
+from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import DENSE, ServedModel
 from dejavu.serve.worker import Event, Job, Worker
@@ -33,11 +34,10 @@ def serve(script: Any, **options: Any) -> tuple[ServedModel, ScriptedLM]:
 
 
 def jobs(served: ServedModel, prompts: Sequence[int], tokens: int = 4) -> list[Job]:
-    queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+    mail: Mailbox[tuple[int, Event]] = Mailbox()
     params = SamplingParams(max_tokens=tokens)
     return [
-        Job(served, [prompt], params, DENSE, "", False, i, queue)
-        for i, prompt in enumerate(prompts)
+        Job(served, [prompt], params, DENSE, "", False, i, mail) for i, prompt in enumerate(prompts)
     ]
 
 
@@ -46,13 +46,13 @@ async def outcome(wanted: list[Job]) -> dict[int, str | DejavuError]:
     texts = dict.fromkeys(range(len(wanted)), "")
     ended: dict[int, str | DejavuError] = {}
     while len(ended) < len(wanted):
-        index, event = await asyncio.wait_for(wanted[0].queue.get(), 30)
-        if isinstance(event, Chunk):
-            texts[index] += event.text
-            if event.completion is not None:
-                ended[index] = texts[index]
-        else:
-            ended[index] = event
+        for index, event in await asyncio.wait_for(wanted[0].mail.take(), 30):
+            if isinstance(event, Chunk):
+                texts[index] += event.text
+                if event.completion is not None:
+                    ended[index] = texts[index]
+            else:
+                ended[index] = event
     return ended
 
 
@@ -113,7 +113,7 @@ def test_cancelled_jobs_free_their_rows_before_the_next_step() -> None:
     async def scene(worker: Worker) -> Any:
         wanted = jobs(served, [5, 6, 7], tokens=50)
         worker.submit(wanted)
-        await wanted[0].queue.get()
+        await wanted[0].mail.take()
         worker.cancel(wanted)
         worker.cancel(wanted)
         while worker.open_jobs:

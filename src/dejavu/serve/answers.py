@@ -27,7 +27,7 @@ class Answers:
         self.request_id = request_id
         self._user = user
         self._worker = worker
-        self._queue = jobs[0].queue
+        self._mail = jobs[0].mail
         self._began = monotonic()
         self._open = {job.index for job in jobs}
         self._closed = False
@@ -39,19 +39,26 @@ class Answers:
         """Of all jobs; the n answers to one prompt share it."""
         return sum(len(p) for p in {id(job.prompt): job.prompt for job in self.jobs}.values())
 
-    async def events(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """(index, chunk) in the order in which they come. Raises the error of a job, which ends the
-        others too."""
+    async def events(self) -> AsyncGenerator[list[tuple[int, Chunk]], None]:
+        """(index, chunk) in the order in which they come, each time all that are there. Raises the
+        error of a job, which ends the others too."""
         try:
             while self._open:
-                index, event = await self._queue.get()
-                if isinstance(event, DejavuError):
+                chunks: list[tuple[int, Chunk]] = []
+                failed: DejavuError | None = None
+                for index, event in await self._mail.take():
+                    if isinstance(event, DejavuError):
+                        failed = event
+                        break
+                    self.completion_tokens += len(event.token_ids)
+                    if event.completion is not None:
+                        self._open.discard(index)
+                    chunks.append((index, event))
+                if chunks:
+                    yield chunks
+                if failed is not None:
                     self.close("error")
-                    raise event
-                self.completion_tokens += len(event.token_ids)
-                if event.completion is not None:
-                    self._open.discard(index)
-                yield index, event
+                    raise failed
             self.close("finished")
         finally:
             self.close("left")
@@ -82,8 +89,9 @@ class Answers:
         """All chunks by index. Raises a job's error."""
         found: list[list[Chunk]] = [[] for _ in self.jobs]
         async with aclosing(self.events()) as events:
-            async for index, chunk in events:
-                found[index].append(chunk)
+            async for chunks in events:
+                for index, chunk in chunks:
+                    found[index].append(chunk)
         return found
 
     def _log(self, outcome: str) -> None:

@@ -46,8 +46,12 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
+def build_app(
+    settings: Settings, served: Mapping[str, ServedModel], *, guarded: bool = True
+) -> FastAPI:
     """The app over models that are loaded; its worker lives as long as the app's lifespan.
+
+    guarded: behind a `Guard`; without, something in front of the app has one.
 
     `app.state.hub` is what the server that runs it needs to stop it cleanly.
     """
@@ -69,7 +73,8 @@ def build_app(settings: Settings, served: Mapping[str, ServedModel]) -> FastAPI:
         responses=ERRORS,
     )
     app.state.hub = hub
-    app.add_middleware(Guard, settings=settings, metrics=hub.metrics)
+    if guarded:
+        app.add_middleware(Guard, settings=settings, metrics=hub.metrics)
     _add_errors(app)
     _add_completions(app, hub)
     _add_models(app, hub)

@@ -19,7 +19,7 @@ from dejavu.serve.responses import (
     Delta,
 )
 from dejavu.serve.shaping import activity_of, chat_logprobs
-from dejavu.serve.streaming import envelope, usage
+from dejavu.serve.streaming import Frame, envelope, event, usage
 
 
 def whole(body: ChatRequest, answers: Answers, found: Sequence[Sequence[Chunk]]) -> ChatCompletion:
@@ -43,26 +43,31 @@ def whole(body: ChatRequest, answers: Answers, found: Sequence[Sequence[Chunk]])
     )
 
 
-async def stream(body: ChatRequest, answers: Answers) -> AsyncGenerator[ChatChunk, None]:
-    """The pieces of a streamed one; the first ones of each answer tell the role."""
+async def stream(body: ChatRequest, answers: Answers) -> AsyncGenerator[str, None]:
+    """The events of a streamed one; the first ones of each answer tell the role."""
     around = envelope("chatcmpl", body, answers)
+    frame = Frame(ChatChunk(**around, choices=[]))
     codec = answers.jobs[0].served.codec
     for index in range(len(answers.jobs)):
         begun = Delta(role="assistant", content="")
-        choice = ChatChunkChoice(index=index, delta=begun, finish_reason=None, logprobs=None)
-        yield ChatChunk(**around, choices=[choice])
+        yield frame.around(
+            ChatChunkChoice(index=index, delta=begun, finish_reason=None, logprobs=None)
+        )
+
+    def piece(index: int, chunk: Chunk) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=index,
+            delta=Delta(content=chunk.text),
+            finish_reason=chunk.finish_reason,
+            logprobs=_logprobs(body, codec, [chunk]),
+            activity=activity_of(chunk),
+        )
+
     async with aclosing(answers.events()) as events:
-        async for index, chunk in events:
-            choice = ChatChunkChoice(
-                index=index,
-                delta=Delta(content=chunk.text),
-                finish_reason=chunk.finish_reason,
-                logprobs=_logprobs(body, codec, [chunk]),
-                activity=activity_of(chunk),
-            )
-            yield ChatChunk(**around, choices=[choice])
+        async for chunks in events:
+            yield "".join(frame.around(piece(index, chunk)) for index, chunk in chunks)
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield ChatChunk(**around, choices=[], usage=usage(answers))
+        yield event(ChatChunk(**around, choices=[], usage=usage(answers)))
 
 
 def _logprobs(body: ChatRequest, codec: Codec, chunks: Sequence[Chunk]) -> ChatLogprobs | None:

@@ -11,6 +11,7 @@ from dejavu.engine.codec import Codec
 from dejavu.engine.params import SamplingParams
 from dejavu.serve.answers import Answers
 from dejavu.serve.errors import ApiError
+from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import ServedModel
 from dejavu.serve.requests import ChatRequest, CompletionRequest, Sampling
@@ -84,7 +85,7 @@ class Hub:
         request_id: str | None,
     ) -> Answers:
         arm = served.arm(body.sparsity)
-        queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        mail: Mailbox[tuple[int, Event]] = Mailbox()
         choices = body.n or 1
         wanted = [params(choice) for choice in range(choices)]
         for prompt in prompts:
@@ -98,7 +99,7 @@ class Hub:
                 client,
                 bool(body.activity),
                 i * choices + choice,
-                queue,
+                mail,
             )
             for i, prompt in enumerate(prompts)
             for choice in range(choices)

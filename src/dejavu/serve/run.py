@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import socket
+import sys
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from dejavu.errors import InputError
+from dejavu.errors import DejavuError, InputError
 from dejavu.serve.app import build_app
 from dejavu.serve.errors import ApiError
-from dejavu.serve.hub import Hub
 from dejavu.serve.models import serve_models
 from dejavu.serve.settings import Settings
 
 log = logging.getLogger("dejavu.serve")
 _BACKLOG = 2048  # connections that may wait to be taken up
+_TURN = 0.5e-3  # seconds after which a thread that waits for Python gets it
+
+
+class Working(Protocol):
+    """What answers requests, and has to end some day."""
+
+    @property
+    def open_jobs(self) -> int:
+        """Those that have not ended."""
+        ...
+
+    def close(self) -> None:
+        """Refuse new ones; those that are open go on."""
+        ...
+
+    def fail_all(self, error: DejavuError) -> None:
+        """End all open ones with an error."""
+        ...
 
 
 class Server(uvicorn.Server):
     """Lets running answers finish when asked to stop, and tells those that do not get to."""
 
-    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+    def __init__(self, config: uvicorn.Config, working: Working, grace: float) -> None:
+        """grace: seconds that running answers get."""
         super().__init__(config)
-        self._hub = hub
+        self._working, self._grace = working, grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse what is new, wait, then end what is left with an error of its own."""
-        worker = self._hub.worker
-        worker.close()
-        log.info("stopping", extra={"open": worker.open_jobs})
+        self._working.close()
+        log.info("stopping", extra={"open": self._working.open_jobs})
         ending = asyncio.ensure_future(self._end_late_ones())
         try:
             await super().shutdown(sockets)
@@ -39,9 +60,9 @@ class Server(uvicorn.Server):
             ending.cancel()
 
     async def _end_late_ones(self) -> None:
-        await asyncio.sleep(self._hub.settings.grace)
+        await asyncio.sleep(self._grace)
         stopped = ApiError("the server is stopping; the answer is not complete", 503)
-        self._hub.worker.fail_all(stopped)
+        self._working.fail_all(stopped)
 
 
 def run(settings: Settings) -> None:
@@ -51,24 +72,36 @@ def run(settings: Settings) -> None:
     """
     listener = listen(settings)
     try:
-        _allow_many_connections()
+        allow_many_connections()
+        # The engine's thread comes back to Python once a step, every few milliseconds; it must not
+        # wait a standard 5 ms there while the event loop writes answers.
+        sys.setswitchinterval(_TURN)
         served = serve_models(settings)
         app = build_app(settings, served)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            # A little longer than the answers get, so that their last words are heard.
-            timeout_graceful_shutdown=int(settings.grace) + 5,
-        )
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        log.info("serving", extra={"url": f"http://{shown}:{port}", "models": list(served)})
-        Server(config, app.state.hub).run([listener])
+        # What is there now stays to the end: no collection has to look at it again.
+        gc.collect()
+        gc.freeze()
+        serve_on(listener, app, app.state.hub.worker, settings)
     finally:
         listener.close()
+
+
+def serve_on(listener: socket.socket, app: ASGIApp, working: Working, settings: Settings) -> None:
+    """Serve an app until SIGINT or SIGTERM, then let what is `working` behind it end cleanly."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        # A little longer than the answers get, so that their last words are heard.
+        timeout_graceful_shutdown=int(settings.grace) + 5,
+    )
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    models = [entry.name for entry in settings.models]
+    log.info("serving", extra={"url": f"http://{shown}:{port}", "models": models})
+    Server(config, working, settings.grace).run([listener])
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -92,7 +125,7 @@ def listen(settings: Settings) -> socket.socket:
         raise InputError(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """As many open files as the system lets this process have; a connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -46,6 +46,27 @@ class Settings(BaseModel):
     )
     grace: float = Field(30.0, ge=0, description="Seconds that running answers get at shutdown.")
 
+    ray: bool = Field(False, description="Replicas under Ray Serve.")
+    ray_address: str | None = Field(
+        None, description="Of a running cluster; default: one of this machine alone."
+    )
+    replicas: int = Field(1, ge=1, description="At least so many.")
+    max_replicas: int | None = Field(None, ge=1, description="At most; default: replicas.")
+    target_ongoing: float | None = Field(
+        None, gt=0, description="Open requests a replica at which more start; default: max_batch."
+    )
+
+    @model_validator(mode="after")
+    def _replicas(self) -> Settings:
+        given = {"ray_address", "replicas", "max_replicas", "target_ongoing"}
+        if not self.ray and any(
+            getattr(self, f) != type(self).model_fields[f].default for f in given
+        ):
+            raise ValueError("ray_address, replicas, max_replicas and target_ongoing go with ray")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        return self
+
     @model_validator(mode="after")
     def _distinct(self) -> Settings:
         names = [entry.name for entry in self.models]

@@ -10,7 +10,7 @@ from dejavu.serve.answers import Answers
 from dejavu.serve.requests import CompletionRequest
 from dejavu.serve.responses import TextChoice, TextCompletion, TextLogprobs
 from dejavu.serve.shaping import TextLogprobsShaper, activity_of, joined
-from dejavu.serve.streaming import envelope, usage
+from dejavu.serve.streaming import Frame, envelope, event, usage
 
 
 class _Choice:
@@ -75,13 +75,14 @@ def whole(
     return TextCompletion(**envelope("cmpl", body, answers), choices=choices, usage=counted)
 
 
-async def stream(body: CompletionRequest, answers: Answers) -> AsyncGenerator[TextCompletion, None]:
-    """The pieces of a streamed one."""
+async def stream(body: CompletionRequest, answers: Answers) -> AsyncGenerator[str, None]:
+    """The events of a streamed one."""
     around = envelope("cmpl", body, answers)
+    frame = Frame(TextCompletion(**around, choices=[]))
     choices = [_Choice(body, answers, index) for index in range(len(answers.jobs))]
     async with aclosing(answers.events()) as events:
-        async for index, chunk in events:
-            yield TextCompletion(**around, choices=[choices[index].piece(chunk)])
+        async for chunks in events:
+            yield "".join(frame.around(choices[index].piece(chunk)) for index, chunk in chunks)
     if body.stream_options is not None and body.stream_options.include_usage:
         counted = usage(answers, silent=body.max_tokens == 0)
-        yield TextCompletion(**around, choices=[], usage=counted)
+        yield event(TextCompletion(**around, choices=[], usage=counted))

@@ -20,6 +20,7 @@ from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import Request
 from dejavu.errors import DejavuError
 from dejavu.serve.errors import ApiError
+from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import ServedModel
 
@@ -29,7 +30,7 @@ Event = Chunk | DejavuError
 
 @dataclass(eq=False)
 class Job:
-    """One answer on its way. queue: of (index, event), read on the event loop; the last event is
+    """One answer on its way. mail: of (index, event), read on the event loop; the last event is
     a chunk with a completion, or an error.
 
     submitted, started, latest: `monotonic` times, of the engine's first work on it and of its
@@ -43,7 +44,7 @@ class Job:
     client: str
     watched: bool
     index: int
-    queue: asyncio.Queue[tuple[int, Event]]
+    mail: Mailbox[tuple[int, Event]]
     submitted: float = field(default_factory=monotonic)
     started: float | None = None
     latest: float | None = None
@@ -78,6 +79,11 @@ class Worker:
     def closing(self) -> bool:
         """Whether new jobs are refused."""
         return self._closing
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     @property
     def open_jobs(self) -> int:
@@ -219,7 +225,7 @@ class Worker:
             self._open[job.served] -= 1
 
     def _deliver(self, events: Sequence[tuple[Job, Event]]) -> None:
-        """Put events into their queues, on the event loop."""
+        """Put events into their mailboxes, on the event loop: one call for a whole step."""
         if not events:
             return
         assert self._loop is not None
@@ -231,7 +237,7 @@ class Worker:
 
 def _put(events: Sequence[tuple[Job, Event]]) -> None:
     for job, event in events:
-        job.queue.put_nowait((job.index, event))
+        job.mail.put((job.index, event))
 
 
 def _events(generation: Generation) -> list[Event]:
