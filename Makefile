@@ -14,13 +14,18 @@ STATE ?= build/suite
 SMOLLM2 ?=
 SMOLLM2_PLAN ?=
 
-.PHONY: demo test check results suite serve-bench serve-soak embedded clean
+.PHONY: demo test test-ray check results suite serve-bench serve-soak embedded clean
 
 demo: $(STAMP)
 	$(BIN)/dejavu demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+# Replicas under a real Ray on this machine, which is a large installation: not a part of `test`.
+test-ray: $(STAMP)
+	$(PIP) install -q -c constraints.txt -e ".[ray]" --no-build-isolation
+	$(BIN)/python -m pytest -q tests/serve/test_cluster.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests recipes

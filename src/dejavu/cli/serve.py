@@ -79,6 +79,29 @@ def serve(
     grace: Annotated[
         float, typer.Option("--grace", help="Seconds that running answers get at shutdown.")
     ] = 30.0,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run replicas under Ray Serve; see --replicas.")
+    ] = False,
+    replicas: Annotated[
+        int, typer.Option("--replicas", help="With --ray: at least so many; one that dies returns.")
+    ] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option("--max-replicas", help="With --ray: at most; default: --replicas."),
+    ] = None,
+    target_ongoing: Annotated[
+        float | None,
+        typer.Option(
+            "--target-ongoing",
+            help="With --ray: open requests a replica that call for more; default: --max-batch.",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address", help="With --ray: of a cluster that runs; default: this machine alone."
+        ),
+    ] = None,
     log_level: Annotated[
         str, typer.Option("--log-level", help="debug, info, warning or error.")
     ] = "info",
@@ -107,6 +130,8 @@ def serve(
       dejavu serve relu-30m --plan relu-30m
 
       dejavu serve facebook/opt-1.3b --also sparse=facebook/opt-1.3b,org/opt-1.3b-plan --port 9000
+
+      dejavu serve relu-30m --plan relu-30m --ray --replicas 2 --max-replicas 8
     """
     try:
         from dejavu.serve.logs import log_to_stderr
@@ -127,27 +152,40 @@ def serve(
         first = {"name": name or model, "source": model, "plan": plan, "level": level}
         entries.insert(0, first | {"dtype": dtype, "bundle": bundle})
     entries += [_also(text, dtype) for text in also or ()]
-    run(
-        settings(
-            misspelt
-            | {
-                "models": entries,
-                "host": host,
-                "port": port,
-                "api_key": api_key,
-                "threads": threads,
-                "max_batch": max_batch,
-                "max_queue": max_queue,
-                "max_model_len": max_model_len,
-                "max_choices": max_choices,
-                "max_body": max_body,
-                "cache_memory": cache_memory,
-                "prefill_chunk": prefill_chunk,
-                "memory_limit": memory_limit,
-                "grace": grace,
-            }
-        )
+    checked = settings(
+        misspelt
+        | {
+            "models": entries,
+            "host": host,
+            "port": port,
+            "api_key": api_key,
+            "threads": threads,
+            "max_batch": max_batch,
+            "max_queue": max_queue,
+            "max_model_len": max_model_len,
+            "max_choices": max_choices,
+            "max_body": max_body,
+            "cache_memory": cache_memory,
+            "prefill_chunk": prefill_chunk,
+            "memory_limit": memory_limit,
+            "grace": grace,
+            "ray": ray,
+            "replicas": replicas,
+            "max_replicas": max_replicas,
+            "target_ongoing": target_ongoing,
+            "ray_address": ray_address,
+        }
     )
+    if not checked.ray:
+        run(checked)
+        return
+    try:
+        from dejavu.serve import cluster
+    except ModuleNotFoundError as error:
+        from dejavu.errors import BackendError
+
+        raise BackendError(f"--ray needs {error.name}: pip install 'dejavu-llm[ray]'") from error
+    cluster.run(checked, log_level)
 
 
 def _also(text: str, dtype: str) -> dict[str, Any]:

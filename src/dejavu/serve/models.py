@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from dejavu.engine.activity import block_size
 from dejavu.engine.codec import Codec
 from dejavu.engine.engine import Engine
 from dejavu.engine.llm import end_tokens
@@ -12,7 +13,6 @@ from dejavu.flash.memory import parse_size
 from dejavu.flash.model import FlashModel, load_flash
 from dejavu.flash.ops import FlashOps, PromptOps
 from dejavu.kernels.ops import Ops
-from dejavu.kernels.selection import tile_size
 from dejavu.load import LoadedModel, load_model
 from dejavu.predictor.plan import Plan, load_plan
 from dejavu.serve.errors import ApiError
@@ -66,7 +66,7 @@ class ServedModel:
             shape=ModelShape(
                 layers=c.num_hidden_layers,
                 neurons=c.intermediate_size,
-                blocks=-(-c.intermediate_size // tile_size(c.intermediate_size)),
+                blocks=-(-c.intermediate_size // block_size(c.intermediate_size)),
                 heads=c.num_key_value_heads,
             ),
         )

@@ -1,0 +1,139 @@
+"""Replicas under a real Ray on this machine: `make test-ray`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra dejavu-llm[ray]: make test-ray")
+
+from dejavu.embedded import NAME
+
+from .process import Server, until
+
+ASK: dict[str, Any] = {"model": NAME, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+@dataclass
+class Answer:
+    """What came of a request: who worked on it, text, and the error that ended it."""
+
+    replica: str
+    text: str = ""
+    error: dict[str, Any] | None = None
+    done: bool = False
+
+
+def ask(server: Server, prompt: str, begun: Callable[[], None] = lambda: None) -> Answer:
+    body = ASK | {"prompt": prompt, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as got:
+        if got.status_code != 200:
+            return Answer("", error=json.loads(got.read())["error"])
+        answer = Answer(got.headers["x-replica"])
+        for line in filter(None, got.iter_lines()):
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                answer.done = True
+            elif "error" in (piece := json.loads(data)):
+                answer.error = piece["error"]
+            else:
+                answer.text += piece["choices"][0]["text"]
+                begun()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def pair(chatty: Path) -> Iterator[Server]:
+    also = ("--also", f"org/chatty={chatty}")
+    server = Server(NAME, "--plan", NAME, *also, "--threads", 1, "--ray", "--replicas", 2)
+    yield server.ready()
+    server.stop()
+    assert not _descendants(server.process.pid)
+
+
+def replicas(server: Server) -> list[dict[str, Any]]:
+    health = server.health()
+    assert health is not None
+    found: list[dict[str, Any]] = health["replicas"]
+    return found
+
+
+def test_answers_are_those_of_a_server_alone(pair: Server, expected: Callable[..., str]) -> None:
+    for sparsity in ("balanced", "dense"):
+        answer = pair.client().completions.create(
+            model=NAME, prompt="Once", max_tokens=20, temperature=0,
+            extra_body={"sparsity": sparsity},
+        )  # fmt: skip
+        assert answer.choices[0].text == expected("Once", sparsity, max_tokens=20)
+    stream = pair.client().chat.completions.create(
+        model="org/chatty", messages=[{"role": "user", "content": "hi"}], max_tokens=5, stream=True
+    )
+    assert len(list(stream)) >= 2
+    wrong = pair.post("/v1/completions", json={"model": "nobody", "prompt": "x"})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+    assert httpx.get(f"{pair.url}/").headers["content-type"].startswith("text/html")
+    assert pair.post("/v1/completions", content=b"x" * 5_000_000).status_code == 413
+    assert pair.metric("dejavu_tokens_total") >= 45
+
+
+def test_who_leaves_is_dropped(pair: Server) -> None:
+    body = ASK | {"prompt": "Once", "stream": True, "max_tokens": 480}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body) as got:
+        next(got.iter_lines())
+    until(pair.idle, 10)
+    assert pair.metric("dejavu_dropped_total") >= 1
+
+
+def test_a_replica_that_dies_takes_its_own_answers_only(
+    pair: Server, expected: Callable[..., str]
+) -> None:
+    prompts = [f"Once there were {number} of them" for number in range(12)]
+    until(lambda: len(replicas(pair)) == 2, 60)
+    streaming = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [pool.submit(ask, pair, prompt, streaming.release) for prompt in prompts]
+        for _ in range(100):  # tokens, of whomever
+            assert streaming.acquire(timeout=60)
+        victim = max(replicas(pair), key=lambda one: one["running"])
+        assert victim["running"] > 0
+        os.kill(victim["process"], signal.SIGKILL)
+        later = [pool.submit(ask, pair, prompt) for prompt in prompts[:4]]
+        answers = [job.result() for job in jobs]
+        after = [job.result() for job in later]
+    lost = [answer for answer in answers if answer.error is not None]
+    assert lost
+    for prompt, answer in zip(prompts + prompts[:4], answers + after, strict=True):
+        if answer.error is None:
+            assert answer.done
+            assert answer.text == expected(prompt, max_tokens=300, ignore_eos=True)
+        else:
+            assert answer.error["code"] == "replica_lost"
+            assert not answer.done
+            assert answer.replica in ("", victim["name"])
+    until(lambda: len(replicas(pair)) == 2, 120)
+    names = {one["name"] for one in replicas(pair)}
+    assert victim["name"] not in names
+    used = set()
+    for _ in range(20):
+        used.add(ask(pair, prompts[0]).replica)
+        if used == names:
+            break
+    assert used == names, "both answer again"
+
+
+def _descendants(process: int) -> list[int]:
+    children = Path(f"/proc/{process}/task/{process}/children")
+    if not children.exists():
+        return []
+    own = [int(child) for child in children.read_text().split()]
+    return own + [grandchild for child in own for grandchild in _descendants(child)]
