@@ -9,6 +9,7 @@ from dejavu.errors import BackendError
 from dejavu.kernels import native
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.reference import TorchOps
+from triton_once import patched_once
 
 try:
     ISAS = native.available_isas()
@@ -36,22 +37,10 @@ class PoisonedTorch(types.ModuleType):
 
 @pytest.fixture(scope="session", autouse=True)
 def _patch_once():
-    """Triton's interpreter patches its language anew in every call of a device function, which
-    takes longer than most of them run; once for a launch is enough."""
     if not TRITON or CUDA:
         yield
         return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def patch_once(fn):
-        langs = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
-        return patch(fn) if any(tl.core.is_builtin(m.load) for m in langs) else None
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(interpreter, "_patch_lang", patch_once)
+    with patched_once():
         yield
 
 
@@ -59,9 +48,11 @@ def _patch_once():
 def _poison(monkeypatch):
     monkeypatch.setattr(native, "torch", PoisonedTorch("torch"))
     if TRITON:
+        from dejavu.kernels.gpu import heads, launch
         from dejavu.kernels.gpu import ops as gpu_ops
 
-        monkeypatch.setattr(gpu_ops, "torch", PoisonedTorch("torch"))
+        for module in (gpu_ops, heads, launch):
+            monkeypatch.setattr(module, "torch", PoisonedTorch("torch"))
 
 
 @pytest.fixture(params=ISAS or [None])

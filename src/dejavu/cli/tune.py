@@ -1,4 +1,4 @@
-"""`dejavu tune`: measure how each kernel is best cut on this GPU."""
+"""`dejavu tune`: measure how each kernel is best cut on this GPU, and what an MLP costs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ def tune(
 ) -> None:
     """Measure this GPU's kernel configurations for a model's shapes, once; later runs use them.
 
-    Each kernel's choice is kept as soon as it is measured: Ctrl-C loses nothing but the kernel at
-    hand. No weights are read.
+    Then the costs of an MLP, by rows and by the share of its neurons that is selected: from a
+    measured share on, steps of a plan read a layer whole. They hold for this GPU, driver and
+    versions of PyTorch and Triton.
+
+    Each figure is kept as soon as it is measured: Ctrl-C loses nothing but the one at hand. No
+    weights are read.
 
     Examples:
 
@@ -37,6 +41,8 @@ def tune(
 
       dejavu tune facebook/opt-1.3b --batches 1
     """
+    from dataclasses import asdict
+
     import torch
 
     from dejavu.cli.output import console, progress, quiet, write_json
@@ -55,6 +61,9 @@ def tune(
     if not rows or not all(1 <= n <= 16 for n in rows):
         raise InputError(f"--batches {batches}: numbers from 1 to 16 are needed")
 
+    from dejavu.kernels.gpu.costs import BUCKETS, MLPCost, Platform, costs_path, write_costs
+    from dejavu.kernels.gpu.measure_costs import measure_costs
+    from dejavu.kernels.gpu.ops import TritonOps
     from dejavu.kernels.gpu.tune import Shape, trials_of, tune, write_table
     from dejavu.kernels.gpu.tuning import Config, user_path
 
@@ -63,6 +72,8 @@ def tune(
     asked = Shape.of(config)
     total = sum(trials_of(asked) for _ in rows)
     found: dict[str, tuple[Config, float]] = {}
+    platform, prices = Platform.of(target), costs_path(name)
+    costs: dict[str, MLPCost] = {}
     interrupted = False
     with progress("tuning") as update:
 
@@ -71,20 +82,37 @@ def tune(
             write_table(path, name, {key: chosen})
             update(len(found), max(total, len(found)), key)
 
+        def keep_cost(key: str, cost: MLPCost) -> None:
+            costs[key] = cost
+            write_costs(prices, platform, {key: cost})
+            update(len(costs), len(BUCKETS), key)
+
         try:
             for batch in rows:
                 tune(asked, target, WEIGHT_DTYPES[dtype], batch=batch, progress=keep)
+            ops = TritonOps(target, WEIGHT_DTYPES[dtype])
+            measure_costs(asked, ops, WEIGHT_DTYPES[dtype], progress=keep_cost)
         except KeyboardInterrupt:
             interrupted = True
     if not quiet(json_file):
         for key, (chosen, microseconds) in found.items():
             console().print(f"{key}: {microseconds:.1f} us with {tuple(chosen)}", highlight=False)
-        print(f"{path}: {len(found)} kernels{', interrupted' if interrupted else ''}")
+        for key, cost in costs.items():
+            listed = ", ".join(f"{share:.0%} {time:.0f}" for share, time in cost.listed)
+            console().print(
+                f"{key}: whole {cost.whole:.0f} us; listed {listed}; whole is cheaper from "
+                f"{cost.limit:.0%} on",
+                highlight=False,
+            )
+        stopped = ", interrupted" if interrupted else ""
+        print(f"{path}: {len(found)} kernels; {prices}: {len(costs)} costs{stopped}")
     write_json(
         {
             "device": name,
             "table": str(path),
             "interrupted": interrupted,
+            "platform": asdict(platform),
+            "costs": {key: cost._asdict() | {"limit": cost.limit} for key, cost in costs.items()},
             "kernels": {
                 key: {"config": chosen._asdict(), "microseconds": microseconds}
                 for key, (chosen, microseconds) in found.items()

@@ -98,18 +98,25 @@ def sign_kernel(
 @triton.jit
 def tally_kernel(
     counts, mask, counter, live, tiles, rows, entries,
-    TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counter += (entries read, entries used summed over rows, rows), of the first live[0] rows."""
+    """counter += (entries read, entries used summed over rows, rows), of the first live[0] rows.
+
+    WHOLE: all entries are read, whatever is listed.
+    """
     begin(PDL)
     if live is not None:
         counted = tl.load(live)
     else:
         counted = rows
     t = tl.arange(0, TILES)
-    read = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0).to(tl.int64)
+    listed = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0).to(tl.int64)
+    if WHOLE:
+        read = listed * 0 + entries
+    else:
+        read = listed
     if mask is None:
-        used = read * counted
+        used = listed * counted
     else:
         found = tl.zeros([WIDTH], tl.int32)
         held = counted * entries

@@ -14,43 +14,24 @@ from dejavu.kernels.gpu.grid import begin, listed, multiply, running_counts
 
 
 @triton.jit
-def sum_rows_kernel(
-    x, rows, width, w, scale, bias, residual, out, columns,
-    flat, flat_total, indices, counts, mask, tiles, entries,
-    partial, arrived, shares,
-    LIST: tl.constexpr, SKIP: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr, PDL: tl.constexpr,
+def _share(
+    x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
+    share, shares, column,
+    LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, SAFE: tl.constexpr,
+    CHANNELS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
+    """One share's sums of a block of columns, fp32 `[ROWS, COLUMNS]`; see `sum_rows_kernel`.
 
-    LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
-    "tiles": blocks of CHANNELS rows that a selection lists, x[:, i] with row i. SKIP: a row of w
-    whose coefficients are all 0 is not read.
-    partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
-    left at 0. JOIN: partial sums that are loaded together.
-
-    A share is every shares-th block of rows: its first block is known before the total is.
+    SAFE: a stored number that is not finite makes NaN of the rows that use it, and of no other.
     """
-    begin(PDL)
-    block, share = tl.program_id(0), tl.program_id(1)
-    if LIST == "flat":
-        total = tl.load(flat_total)
-    elif LIST == "tiles":
-        if TILES == 1:
-            total = tl.load(counts) * CHANNELS
-        else:
-            running = running_counts(counts, tiles, TILES)
-            total = tl.max(running, axis=0) * CHANNELS
-    else:
-        total = width
     n = tl.arange(0, ROWS)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     if ROWS == 1:
         sums = tl.zeros([BLOCK, COLUMNS], tl.float32)
     else:
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    tainted = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(share * BLOCK, total, shares * BLOCK, num_stages=STAGES):
         place = start + tl.arange(0, BLOCK)
         valid = place < total
@@ -69,6 +50,9 @@ def sum_rows_kernel(
             at = place
         if ROWS == 1:
             a = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+            if mask is not None:
+                used = tl.load(mask + i // CHANNELS, mask=valid, other=0)
+                a = tl.where(used != 0, a, 0.0)
             wanted = a != 0
         else:
             held = (n[:, None] < rows) & valid[None, :]
@@ -89,17 +73,84 @@ def sum_rows_kernel(
             w + i.to(tl.int64)[:, None] * columns + column[None, :],
             mask=read, other=0.0, eviction_policy="evict_first",
         )  # fmt: skip
+        coefficient = a
         if scale is not None:
             factor = tl.load(scale + i, mask=valid, other=0.0)
-            a *= factor if ROWS == 1 else factor[None, :]
+            coefficient = a * factor if ROWS == 1 else a * factor[None, :]
+            if GUARD:
+                coefficient = tl.where(a != 0, coefficient, 0.0)
         if ROWS == 1:
-            sums += a[:, None] * weight.to(tl.float32)
+            product = coefficient[:, None] * weight.to(tl.float32)
+            if GUARD and not SKIP:
+                product = tl.where(wanted[:, None], product, 0.0)
+            sums += product
+        elif SAFE:
+            broken = (tl.abs(weight.to(tl.float32)) < float("inf")) == 0
+            sums = multiply(coefficient, tl.where(broken, 0.0, weight).to(weight.dtype), sums)
+            tainted = tl.dot((a != 0).to(tl.float16), broken.to(tl.float16), tainted)
         else:
-            sums = multiply(a, weight, sums)
+            sums = multiply(coefficient, weight, sums)
     if ROWS == 1:
         result = tl.sum(sums, axis=0)[None, :]
+    elif SAFE:
+        result = tl.where(tainted > 0, float("nan"), sums)
     else:
         result = sums
+    return result
+
+
+@triton.jit
+def sum_rows_kernel(
+    x, rows, width, w, scale, bias, residual, out, columns,
+    flat, flat_total, indices, counts, mask, tiles, entries,
+    partial, arrived, shares,
+    LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
+
+    LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
+    "tiles": blocks of CHANNELS rows that a selection lists, x[:, i] with row i. SKIP: a row of w
+    whose coefficients are all 0 is not read. GUARD: where a coefficient is 0, a row of w adds
+    nothing, whatever it holds: it was read for another row of x.
+    partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
+    left at 0. JOIN: partial sums that are loaded together.
+
+    A share is every shares-th block of rows: its first block is known before the total is.
+    """
+    begin(PDL)
+    block, share = tl.program_id(0), tl.program_id(1)
+    running = 0
+    if LIST == "flat":
+        total = tl.load(flat_total)
+    elif LIST == "tiles":
+        if TILES == 1:
+            total = tl.load(counts) * CHANNELS
+        else:
+            running = running_counts(counts, tiles, TILES)
+            total = tl.max(running, axis=0) * CHANNELS
+    else:
+        total = width
+    n = tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    result = _share(
+        x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
+        share, shares, column, LIST, SKIP, GUARD, False, CHANNELS, TILES, TILE, ROWS, BLOCK,
+        COLUMNS, EVEN, STAGES,
+    )  # fmt: skip
+    if GUARD and ROWS > 1:
+        # A matrix product takes 0 * NaN in. That costs nothing to find out afterwards, and what
+        # follows is for damaged weights alone.
+        finite = (tl.abs(result) < float("inf")).to(tl.int32)
+        if tl.min(tl.min(finite, axis=1), axis=0) == 0:
+            result = _share(
+                x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
+                share, shares, column, LIST, SKIP, GUARD, True, CHANNELS, TILES, TILE, ROWS, BLOCK,
+                COLUMNS, EVEN, 1,
+            )  # fmt: skip
     spot = n[:, None] * columns + column[None, :]
     held = (n[:, None] < rows) & inside[None, :]
     final = True

@@ -1,0 +1,149 @@
+"""What an MLP costs by rows and by the share of its neurons that is listed, and read whole.
+
+Measured once on a device (`kernels.gpu.measure_costs`, `dejavu tune`) and kept on disk under the
+device's name with the versions that the times hold for; other versions have other times. Nothing
+is measured when a model is loaded: without a table a rough guess stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from dejavu.kernels.gpu.tuning import user_path
+
+BUCKETS = (1, 2, 4, 8, 16)  # rows of a step
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+class MLPCost(NamedTuple):
+    """whole: microseconds with everything read, each row using its own. listed: (share of the
+    neurons, microseconds), by rising share."""
+
+    whole: float
+    listed: tuple[tuple[float, float], ...]
+
+    def at(self, shares: ArrayLike) -> NDArray[np.float64]:
+        """Microseconds with such shares listed, each between 0 and 1."""
+        known, times = np.asarray(self.listed, dtype=np.float64).T
+        # Below the smallest share nothing is known but that less is read.
+        found: NDArray[np.float64] = np.interp(np.asarray(shares, dtype=np.float64), known, times)
+        return found
+
+    @property
+    def limit(self) -> float:
+        """The share above which reading the whole is cheaper; 1 where it never is."""
+        shares = np.linspace(0.0, 1.0, 201)
+        dearer = shares[self.at(shares) > self.whole]
+        return float(dearer[0]) if len(dearer) else 1.0
+
+
+# From an H200: listed rows come at two thirds to nine tenths of the rate of a stream.
+_GUESS = {
+    True: MLPCost(1.0, ((0.0, 0.05), (1.0, 1.15))),
+    False: MLPCost(1.0, ((0.0, 0.1), (1.0, 1.5))),
+}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What times depend on beside the shape."""
+
+    device_name: str
+    driver: str
+    torch_version: str
+    triton_version: str
+
+    @staticmethod
+    def of(device: torch.device) -> Platform:
+        """For a CUDA device."""
+        import triton
+
+        return Platform(
+            torch.cuda.get_device_name(device), _driver(), torch.__version__, triton.__version__
+        )
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs by shape and rows, see `key`."""
+
+    costs: Mapping[str, MLPCost] = field(default_factory=dict)
+
+    @staticmethod
+    def of(device: torch.device) -> CostTable:
+        """What was measured on a CUDA device under these versions; empty elsewhere."""
+        if device.type != "cuda":
+            return CostTable()
+        platform = Platform.of(device)
+        return CostTable(read_costs(costs_path(platform.device_name), platform))
+
+    def mlp(self, rows: int, neurons: int, width: int, itemsize: int, *, gated: bool) -> MLPCost:
+        """Of a step of so many rows; a guess, in no unit, where nothing was measured."""
+        found = self.costs.get(key(rows, neurons, width, itemsize, gated=gated))
+        return _GUESS[rows == 1] if found is None else found
+
+
+def key(rows: int, neurons: int, width: int, itemsize: int, *, gated: bool) -> str:
+    """itemsize: bytes of a stored weight."""
+    return f"{'gated-' if gated else ''}mlp/{rows}/{neurons}x{width}/{itemsize}"
+
+
+def costs_path(device_name: str) -> Path:
+    """Where a device's costs are kept: `$XDG_CACHE_HOME/dejavu/costs`."""
+    tuning = user_path(device_name)
+    return tuning.parent.with_name("costs") / tuning.name
+
+
+def read_costs(path: Path, platform: Platform) -> dict[str, MLPCost]:
+    """Costs in a file; empty where it holds those of another platform, or cannot be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["platform"] != asdict(platform):
+            return {}
+        return dict(_parsed(stored["costs"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_costs(path: Path, platform: Platform, costs: Mapping[str, MLPCost]) -> None:
+    """Add to what a file holds of the same platform; of another one nothing stays."""
+    merged = {**read_costs(path, platform), **costs}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "platform": asdict(platform),
+        "costs": {name: merged[name]._asdict() for name in sorted(merged)},
+    }
+    aside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _parsed(stored: Mapping[str, Any]) -> Iterator[tuple[str, MLPCost]]:
+    for name, cost in stored.items():
+        pairs: Sequence[Sequence[float]] = cost["listed"]
+        listed = tuple((float(share), float(time)) for share, time in pairs)
+        if not listed or list(listed) != sorted(listed):
+            raise ValueError(name)
+        yield name, MLPCost(float(cost["whole"]), listed)
+
+
+def _driver() -> str:
+    """Version of the kernel's driver, empty where the system does not tell."""
+    try:
+        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", _NVIDIA.read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
