@@ -65,33 +65,33 @@ def load_model(
         check_dtype("int8", target)
     module = architecture(checkpoint.config.get("model_type"))
     config: ModelConfig = module.config_from_hf(checkpoint.config)
-    held = _todays_names(checkpoint, module)
+    held = todays_names(checkpoint, module)
     wanted = slots(config)
     if config.tie_word_embeddings and module.CHECKPOINT_NAMES["lm_head"] in held.values():
         wanted["lm_head"] = wanted["embed_tokens"]
     names = {checkpoint_name(slot, module.CHECKPOINT_NAMES): slot for slot in wanted}
-    _check_names(checkpoint, set(held.values()), names, config)
+    check_names(checkpoint, set(held.values()), names, config)
     _check_fit(checkpoint, held, names, wanted, dtype, target)
     matrices: dict[str, Matrix] = dict(elsewhere or {})
     vectors: dict[str, Tensor] = {}
     names = {name: slot for name, slot in names.items() if slot not in matrices}
-    for done, (name, tensor, scale) in enumerate(_with_scales(checkpoint, held, names), 1):
+    for done, (name, tensor, scale) in enumerate(with_scales(checkpoint, held, names), 1):
         slot_name = names[name]
         slot = wanted[slot_name]
-        _check_tensor(checkpoint, name, tensor, scale, slot)
+        check_tensor(checkpoint, name, tensor, scale, slot)
         if slot.kind is Kind.VECTOR:
-            vectors[slot_name] = tensor.to(target).float().contiguous()
+            vectors[slot_name] = tensor.to(target, torch.float32, copy=True).contiguous()
         else:
-            matrices[slot_name] = _matrix(tensor, scale, slot, dtype, target)
+            matrices[slot_name] = stored_matrix(tensor, scale, slot, dtype, target)
         if progress is not None:
             progress(done, len(names))
-    config = _settle_tie(config, matrices)
+    config = settle_tie(config, matrices)
     weights = assemble(config, matrices, vectors)
     stored = weights.blocks[0].mlp.up.weight.dtype
     return LoadedModel(DecoderLM(config, weights), checkpoint, stored)
 
 
-def _todays_names(checkpoint: Checkpoint, module: ModuleType) -> dict[str, str]:
+def todays_names(checkpoint: Checkpoint, module: ModuleType) -> dict[str, str]:
     """Name in the file -> name in today's spelling, one to one."""
     held: dict[str, str] = {}
     origin: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _todays_names(checkpoint: Checkpoint, module: ModuleType) -> dict[str, str]:
     return held
 
 
-def _settle_tie(config: ModelConfig, matrices: dict[str, Matrix]) -> ModelConfig:
+def settle_tie(config: ModelConfig, matrices: dict[str, Matrix]) -> ModelConfig:
     """A stored head that differs from the embedding wins over `tie_word_embeddings`.
 
     So do transformers; a .bin file stores both of a tied pair, and then they are equal.
@@ -135,7 +135,7 @@ def checkpoint_name(slot: str, table: dict[str, str]) -> str:
     return f"{prefix}{table[stem]}.{leaf}"
 
 
-def _check_names(
+def check_names(
     checkpoint: Checkpoint, held: set[str], names: dict[str, str], config: ModelConfig
 ) -> None:
     """Every slot filled, every tensor used."""
@@ -153,7 +153,7 @@ def _check_names(
             )
 
 
-def _check_tensor(
+def check_tensor(
     checkpoint: Checkpoint, name: str, tensor: Tensor, scale: Tensor | None, slot: Slot
 ) -> None:
     """Shape as the config asks for, a float dtype, or int8 with one scale a stored row."""
@@ -172,7 +172,7 @@ def _check_tensor(
         raise CheckpointError(f"{where}_scale holds {scale.numel()} numbers, {rows} are needed")
 
 
-def _with_scales(
+def with_scales(
     checkpoint: Checkpoint, held: dict[str, str], names: dict[str, str]
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Checkpoint tensors that fill a slot, int8 ones together with their scale."""
@@ -194,7 +194,7 @@ def _used(held: dict[str, str], names: dict[str, str]) -> Iterable[str]:
     return [source for source, name in held.items() if name.removesuffix("_scale") in names]
 
 
-def _matrix(
+def stored_matrix(
     tensor: Tensor, scale: Tensor | None, slot: Slot, dtype: str, device: torch.device
 ) -> Matrix:
     """A checkpoint tensor `[out, in]` as a Matrix in the kernels' orientation."""
@@ -209,14 +209,14 @@ def _matrix(
         dtype = "auto"  # positions are small and added once: quantising them saves nothing
     if scale is not None:
         data = tensor.t().contiguous() if by_input else tensor.contiguous()
-        stored = Matrix(data, scale.float().flatten().contiguous())
+        stored = Matrix(data, scale.float().flatten().clone())
         return stored if dtype in ("auto", "int8") else Matrix.from_float(stored.float(), dtype)
     if dtype == "auto":
-        dtype = _kept(tensor.dtype, device)
+        dtype = kept_dtype(tensor.dtype, device)
     return Matrix.from_float(tensor.t() if by_input else tensor, dtype)
 
 
-def _kept(dtype: torch.dtype, device: torch.device) -> str:
+def kept_dtype(dtype: torch.dtype, device: torch.device) -> str:
     """What `auto` makes of a file's float dtype."""
     if dtype == torch.float32:
         return "fp32"
@@ -243,19 +243,9 @@ def _check_fit(
     device: torch.device,
 ) -> None:
     """Whether the model, and one tensor while it is turned, fit into a GPU's free memory."""
-    total = largest = 0
-    for name, info in checkpoint.tensor_infos().items():
-        slot = wanted.get(names.get(held[name], ""))
-        if slot is None:
-            continue
-        count = torch.Size(info.shape).numel()
-        kept = dtype
-        if slot.kind is Kind.VECTOR:
-            kept = "fp32"
-        elif dtype == "auto":
-            kept = _kept(info.dtype, device)
-        total += count * WEIGHT_DTYPES[kept].itemsize
-        largest = max(largest, count * info.dtype.itemsize)
+    sizes = slot_sizes(checkpoint, held, names, wanted, dtype, device)
+    total = sum(size for size, _ in sizes.values())
+    largest = max(stored for _, stored in sizes.values())
     halves = " --dtype fp16 halves it," if dtype == "fp32" else ""
     check_fit(
         total + largest,
@@ -263,6 +253,31 @@ def _check_fit(
         f"{checkpoint.path} in {dtype}",
         f"free the GPU of other work,{halves} take a larger GPU, or run on --device cpu",
     )
+
+
+def slot_sizes(
+    checkpoint: Checkpoint,
+    held: dict[str, str],
+    names: dict[str, str],
+    wanted: dict[str, Slot],
+    dtype: str,
+    device: torch.device,
+) -> dict[str, tuple[int, int]]:
+    """Bytes that each slot's tensor will take on a device, and takes in the checkpoint."""
+    found = {}
+    for name, info in checkpoint.tensor_infos().items():
+        slot_name = names.get(held[name], "")
+        slot = wanted.get(slot_name)
+        if slot is None:
+            continue
+        count = torch.Size(info.shape).numel()
+        kept = dtype
+        if slot.kind is Kind.VECTOR:
+            kept = "fp32"
+        elif dtype == "auto":
+            kept = "int8" if info.dtype == torch.int8 else kept_dtype(info.dtype, device)
+        found[slot_name] = count * WEIGHT_DTYPES[kept].itemsize, count * info.dtype.itemsize
+    return found
 
 
 def random_model(
@@ -318,7 +333,7 @@ class CheckpointNeurons:
         self.checkpoint = checkpoint = open_checkpoint(source)
         module = architecture(checkpoint.config.get("model_type"))
         config: ModelConfig = module.config_from_hf(checkpoint.config)
-        self._held = _todays_names(checkpoint, module)
+        self._held = todays_names(checkpoint, module)
         self._slots = {name: s for name, s in slots(config).items() if ".mlp." in name}
         self._names = {checkpoint_name(name, module.CHECKPOINT_NAMES): name for name in self._slots}
         if missing := sorted(self._names.keys() - set(self._held.values())):
@@ -326,7 +341,7 @@ class CheckpointNeurons:
         if dtype == "auto":
             up = self._source_name("layers.0.mlp.up.weight")
             quantized = checkpoint.quantization == "int8"
-            dtype = "int8" if quantized else _kept(checkpoint.tensor_infos()[up].dtype, cpu)
+            dtype = "int8" if quantized else kept_dtype(checkpoint.tensor_infos()[up].dtype, cpu)
         check_dtype(dtype, cpu)
         self.name = os.fspath(source)
         self.dtype = dtype
@@ -344,14 +359,14 @@ class CheckpointNeurons:
         names = {name: slot for name, slot in self._names.items() if slot.startswith(prefix)}
         parts: dict[str, Matrix] = {}
         biases: dict[str, Tensor] = {}
-        for name, tensor, scale in _with_scales(self.checkpoint, self._held, names):
+        for name, tensor, scale in with_scales(self.checkpoint, self._held, names):
             slot = self._slots[names[name]]
-            _check_tensor(self.checkpoint, name, tensor, scale, slot)
+            check_tensor(self.checkpoint, name, tensor, scale, slot)
             part, leaf = names[name].removeprefix(prefix).split(".")
             if leaf == "bias":
                 biases[part] = tensor.float().clone()
             else:
-                parts[part] = _matrix(tensor, scale, slot, self.dtype, torch.device("cpu"))
+                parts[part] = stored_matrix(tensor, scale, slot, self.dtype, torch.device("cpu"))
         return LayerNeurons(parts, biases)
 
     def _source_name(self, slot: str) -> str:

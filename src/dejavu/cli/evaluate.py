@@ -164,7 +164,7 @@ def evaluate(
         options.refuse_without_effect({"--bundle": bundle}, "goes with a --memory-limit")
     flash = None
     if memory_limit is None:
-        loaded = load(model, dtype, threads, device)
+        loaded = load(model, dtype, threads, device, to_read=through == "prefill")
     else:
         from dejavu.flash.model import find_bundle, load_flash
 

@@ -57,7 +57,7 @@ def measure(
     from dejavu.sparsity.measurement import MeasureOptions
 
     asked = MeasureOptions(densities=numbers("--densities", densities))
-    loaded = load(model, dtype, threads, device)
+    loaded = load(model, dtype, threads, device, to_read=True)
     tested = text_windows(loaded, texts(text, HELDOUT_TEXT), window, windows)
     other = text_windows(loaded, [other_text or CALIBRATION_TEXT], window, windows)
     with progress("forwards") as update:

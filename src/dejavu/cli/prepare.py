@@ -72,7 +72,7 @@ def prepare(
     )
     if tokens is not None:
         asked = replace(asked, tokens=tokens)
-    loaded = load(model, dtype, threads, device)
+    loaded = load(model, dtype, threads, device, to_read=True)
     with stages() as update:
         plan = run(
             loaded,

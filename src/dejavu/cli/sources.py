@@ -15,17 +15,24 @@ if TYPE_CHECKING:
     from dejavu.sparsity.policy import Selector
 
 
-def load(model: str, dtype: str, threads: int | None, device: str = "cpu") -> LoadedModel:
-    """Load a model onto a device, with a progress bar; torch gets as many threads as ours."""
+def load(
+    model: str, dtype: str, threads: int | None, device: str = "cpu", *, to_read: bool = False
+) -> LoadedModel:
+    """Load a model onto a device, with a progress bar; torch gets as many threads as ours.
+
+    to_read: for forwards over whole texts alone, so that one larger than a GPU may be streamed.
+    """
     import torch
 
     from dejavu.cli.output import progress
     from dejavu.load import load_model
+    from dejavu.load_blocks import load_to_read
 
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("loading") as update:
-        return load_model(model, dtype=dtype, device=device, progress=update)
+        read = load_to_read if to_read else load_model
+        return read(model, dtype=dtype, device=device, progress=update)
 
 
 def model_shape(model: str | None, shape: str | None) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -38,9 +39,14 @@ class Counting(Selector):
         self._layers = model.config.num_hidden_layers
         self.reset()
 
+    def fork(self) -> Counting:
+        other = copy(self)
+        other._inner = self._inner.fork()
+        return other
+
     def reset(self) -> None:
         """Start counting anew."""
-        self._rows = 0
+        self._rows = [0]
         self._used = {site: [0] * self._layers for site in Site}
         self._active = [0] * self._layers
         if isinstance(self._inner, InputSelector):
@@ -50,7 +56,7 @@ class Counting(Selector):
         selection = self._inner.select(site, layer, points, ops)
         x = points.source(site, layer)
         if layer == 0 and site == Site.NEURONS:
-            self._rows += len(x)
+            self._rows[0] += len(x)
         if selection is None:
             count = _entries(self._model, site) * len(x)
             self._used[site][layer] += count
@@ -76,8 +82,9 @@ class Counting(Selector):
         if isinstance(self._inner, InputSelector):
             return self._inner.meter.used_channels()
         neurons, heads = (self._used[site] for site in (Site.NEURONS, Site.HEADS))
+        (rows,) = self._rows
         return [
-            LayerReads(n / self._rows, a / self._rows, h / self._rows)
+            LayerReads(n / rows, a / rows, h / rows)
             for n, a, h in zip(neurons, self._active, heads, strict=True)
         ]
 
@@ -159,8 +166,9 @@ class Counter:
         weight_bytes = None
         if isinstance(selector, Priced):
             predictors = selector.predictor_bytes
-            step = step_bytes(model.weights, means, groups=groups, predictor_bytes=predictors)
-            weight_bytes = step / rows / dense_bytes(model.weights)
+            weights = model.outline().weights
+            step = step_bytes(weights, means, groups=groups, predictor_bytes=predictors)
+            weight_bytes = step / rows / dense_bytes(weights)
         return Reads(
             [(read.neurons or 0.0) / neurons for read in means],
             [(read.groups or 0.0) / groups for read in means],

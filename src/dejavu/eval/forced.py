@@ -101,14 +101,22 @@ class Reader:
         return found
 
     def _prefill(self, windows: Sequence[Window], selector: Selector) -> Iterator[Chunk]:
-        cache = self._model.new_cache(max(len(window.ids) - 1 for window in windows))
-        for number, window in enumerate(windows):
-            # The head is a fifth of a small model: not for rows that are context only.
-            last_only = window.scored == 1
-            logits = self._model.logits(
-                window.ids[:-1], cache, selector, self._ops, last_only=last_only
+        longest = max(len(window.ids) - 1 for window in windows)
+        cache = self._model.new_cache(longest)
+        readings = (
+            self._model.reading(
+                window.ids[:-1],
+                cache,
+                selector.fork() if self._model.streamed else selector,
+                self._ops,
+                # The head is a fifth of a small model: not for rows that are context only.
+                last_only=window.scored == 1,
             )
-            scored = logits if last_only else logits[window.skip :]
+            for window in windows
+        )
+        for number, logits in enumerate(self._model.together(readings, longest)):
+            window = windows[number]
+            scored = logits if window.scored == 1 else logits[window.skip :]
             targets = window.ids[1 + window.skip :]
             yield Chunk(torch.full((len(targets),), number), scored, targets)
 

@@ -7,7 +7,8 @@ asked what this token needs; the answer goes to the ops and nowhere else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dejavu.kernels.selection import Selection
 from dejavu.models.deferred_kv import Deferral
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
 from dejavu.models.rope import RopeTable
+from dejavu.models.streaming import Pass, R, StreamedBlocks, together
 from dejavu.sparsity.policy import InputReader, Points, Selector, Site, Stage
 
 
@@ -72,10 +74,11 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """All of a decoder's weights; lm_head is embed_tokens itself where they are tied."""
+    """All of a decoder's weights; lm_head is embed_tokens itself where they are tied. blocks: may
+    be `streaming.StreamedBlocks`."""
 
     embed_tokens: Matrix
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     lm_head: Matrix
     final_norm: Norm | None = None
     embed_positions: Matrix | None = None
@@ -139,10 +142,30 @@ class DecoderLM:
         self.cache_dtype = _cache_dtype(weights) if cache_dtype is None else cache_dtype
         self.rope = None if config.rope is None else RopeTable(config, self.device)
 
+    @property
+    def streamed(self) -> bool:
+        """Whether blocks are read one by one, for `together`: whole sequences only, no decoding."""
+        return isinstance(self.weights.blocks, StreamedBlocks)
+
+    def outline(self) -> DecoderLM:
+        """For counting bytes: the model itself, or of a streamed one shapes and dtypes of its
+        blocks, for which nothing is read."""
+        blocks = self.weights.blocks
+        if not isinstance(blocks, StreamedBlocks):
+            return self
+        weights = replace(self.weights, blocks=blocks.outline)
+        return DecoderLM(self.config, weights, self.cache_dtype)
+
     def new_cache(self, tokens: int, sequences: int = 1) -> KVCache:
         """A cache for so many sequences of up to `tokens` tokens each."""
         blocks = blocks_for(tokens) * sequences
-        return KVCache(self.config, blocks, device=self.device, dtype=self.cache_dtype)
+        return KVCache(
+            self.config,
+            blocks,
+            device=self.device,
+            dtype=self.cache_dtype,
+            shared=self.streamed,
+        )
 
     def forward(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Tensor:
         """Logits fp32 `[N, vocab_size]` (`[1, vocab_size]` with `last_only`).
@@ -150,16 +173,25 @@ class DecoderLM:
         Writes the rows' keys and values into the cache. For rope models the caller has called
         `prepare(longest length)` before (a recorded step replays the forward without Python).
         """
+        (logits,) = self.together([self._pass(batch, cache, selector, ops)], len(batch.ids))
+        return logits
+
+    def _pass(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Pass[Tensor]:
+        """`forward`, asking for its blocks."""
         hidden = self._embed(batch, ops)
-        points = Points()
-        for layer, block in enumerate(self.weights.blocks):
+        points = Points(brief=self.streamed)
+        depth = self.config.num_hidden_layers
+        for layer in range(depth):
+            block = yield layer
             selector.observe(Stage.BLOCK_INPUT, layer, hidden)
             hidden = self._attention(layer, block, hidden, points, batch, cache, selector, ops)
             selector.observe(Stage.BLOCK_MIDDLE, layer, hidden)
             hidden = self._mlp(layer, block, hidden, points, selector, ops)
-        selector.observe(Stage.BLOCK_INPUT, len(self.weights.blocks), hidden)
+            del block  # the next one may need its room
+        yield depth
+        selector.observe(Stage.BLOCK_INPUT, depth, hidden)
         logits = self._head(hidden[-1:] if batch.last_only else hidden, ops)
-        selector.observe(Stage.LOGITS, len(self.weights.blocks), logits)
+        selector.observe(Stage.LOGITS, depth, logits)
         return logits
 
     def logits(
@@ -170,10 +202,34 @@ class DecoderLM:
 
         cache: any with room for the sequence from its first block on; what it held is overwritten.
         """
+        reading = self.reading(ids, cache, selector, ops, last_only=last_only)
+        (logits,) = self.together([reading], len(ids))
+        return logits
+
+    def reading(
+        self, ids: Tensor, cache: KVCache, selector: Selector, ops: Ops, *, last_only: bool = False
+    ) -> Pass[Tensor]:
+        """`logits`, to be run by `together`, which others may share. Forwards that do may have one
+        cache, and need selectors of their own (`Selector.fork`)."""
         self.prepare(len(ids))
         blocks = list(range(blocks_for(len(ids))))
         batch = Batch.prefill(ids, blocks, last_only=last_only, device=self.device)
-        return self.forward(batch, cache, selector, ops)
+        inner = self._pass(batch, cache, selector, ops)
+        wanted = next(inner)
+        while True:
+            block = yield wanted
+            self.prepare(len(ids))  # another forward may have had another length
+            try:
+                wanted = inner.send(block)
+            except StopIteration as done:
+                logits: Tensor = done.value
+                return logits
+            del block
+
+    def together(self, readings: Iterable[Pass[R]], rows: int) -> Iterator[R]:
+        """Results of forwards of up to `rows` rows each, in their order. See `streaming`."""
+        states = (1 + Points.REACH) * rows * self.config.hidden_size * 4
+        return together(self.weights.blocks, readings, states)
 
     def prepare(self, length: int) -> None:
         """Bring position tables up to a longest sequence of `length` tokens (in place)."""

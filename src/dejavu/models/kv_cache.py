@@ -22,8 +22,9 @@ class KVCache:
     On the CPU memory is taken lazily by the operating system: untouched blocks cost address space
     only. On a GPU it is taken at once.
 
-    scratch: number of one more block, which is never handed out: rows of a captured step that
-    belong to no sequence write there.
+    shared: all layers in one memory, for forwards over whole sequences, which read no layer but
+    the one they are in. scratch: number of one more block, which is never handed out: rows of a
+    captured step that belong to no sequence write there.
     """
 
     def __init__(
@@ -33,13 +34,15 @@ class KVCache:
         *,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        shared: bool = False,
     ) -> None:
         self.num_blocks = self.scratch = num_blocks
         shape = (num_blocks + 1, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
 
         def layers() -> list[Tensor]:
-            one = (torch.empty(shape, dtype=dtype, device=device) for _ in range(depth))
-            return list(one)
+            made = 1 if shared else depth
+            one = [torch.empty(shape, dtype=dtype, device=device) for _ in range(made)]
+            return one * depth if shared else one
 
         depth = config.num_hidden_layers
         self.keys, self.values = layers(), layers()

@@ -6,7 +6,7 @@ says which checkpoint name fills which slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -90,35 +90,58 @@ def assemble(
     config: ModelConfig, matrices: Mapping[str, Matrix], vectors: Mapping[str, Tensor]
 ) -> Weights:
     """`Weights` from filled slots."""
+    layers = range(config.num_hidden_layers)
+    return assemble_around(
+        config, matrices, vectors, tuple(block(config, matrices, vectors, n) for n in layers)
+    )
 
-    def norm(name: str) -> Norm:
-        return Norm(vectors.get(f"{name}.weight"), vectors.get(f"{name}.bias"))
 
-    def affine(name: str) -> Affine:
-        return Affine(matrices[f"{name}.weight"], vectors.get(f"{name}.bias"))
+def block(
+    config: ModelConfig, matrices: Mapping[str, Matrix], vectors: Mapping[str, Tensor], layer: int
+) -> Block:
+    """One block from the slots of its layer."""
+    name = f"layers.{layer}"
 
-    def block(name: str) -> Block:
-        attention = Attention(
-            q=affine(f"{name}.attention.q"),
-            k=affine(f"{name}.attention.k"),
-            v=affine(f"{name}.attention.v"),
-            o=affine(f"{name}.attention.o"),
-            q_norm=vectors.get(f"{name}.attention.q_norm"),
-            k_norm=vectors.get(f"{name}.attention.k_norm"),
-        )
-        gate = affine(f"{name}.mlp.gate") if config.gated_mlp else None
-        mlp = MLP(affine(f"{name}.mlp.up"), affine(f"{name}.mlp.down"), gate)
-        return Block(norm(f"{name}.attention_norm"), attention, norm(f"{name}.mlp_norm"), mlp)
+    def affine(part: str) -> Affine:
+        return Affine(matrices[f"{name}.{part}.weight"], vectors.get(f"{name}.{part}.bias"))
 
+    attention = Attention(
+        q=affine("attention.q"),
+        k=affine("attention.k"),
+        v=affine("attention.v"),
+        o=affine("attention.o"),
+        q_norm=vectors.get(f"{name}.attention.q_norm"),
+        k_norm=vectors.get(f"{name}.attention.k_norm"),
+    )
+    gate = affine("mlp.gate") if config.gated_mlp else None
+    return Block(
+        _filled_norm(vectors, f"{name}.attention_norm"),
+        attention,
+        _filled_norm(vectors, f"{name}.mlp_norm"),
+        MLP(affine("mlp.up"), affine("mlp.down"), gate),
+    )
+
+
+def assemble_around(
+    config: ModelConfig,
+    matrices: Mapping[str, Matrix],
+    vectors: Mapping[str, Tensor],
+    blocks: Sequence[Block],
+) -> Weights:
+    """`Weights` from the filled slots outside of the blocks."""
     return Weights(
         embed_tokens=matrices["embed_tokens"],
-        blocks=tuple(block(f"layers.{i}") for i in range(config.num_hidden_layers)),
+        blocks=blocks,
         lm_head=matrices.get("lm_head", matrices["embed_tokens"]),
-        final_norm=norm("final_norm") if config.final_norm else None,
+        final_norm=_filled_norm(vectors, "final_norm") if config.final_norm else None,
         embed_positions=_from_offset(matrices.get("embed_positions"), config.position_offset),
         project_in=matrices.get("project_in"),
         project_out=matrices.get("project_out"),
     )
+
+
+def _filled_norm(vectors: Mapping[str, Tensor], name: str) -> Norm:
+    return Norm(vectors.get(f"{name}.weight"), vectors.get(f"{name}.bias"))
 
 
 def _from_offset(table: Matrix | None, offset: int) -> Matrix | None:

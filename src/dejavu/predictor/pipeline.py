@@ -58,7 +58,7 @@ class Pipeline:
         name: str,
         progress: Progress,
     ) -> None:
-        self._stored = loaded.model
+        self._stored = loaded.model.outline()
         self._wide = widened(loaded.model)
         self._config = loaded.model.config
         self._windows, self._target = windows, target

@@ -47,6 +47,12 @@ def prepare(
     with _threads(options.threads), torch.inference_mode():
         windows = _windows(loaded, texts, tokenizer, options)
         if wants_inputs(loaded.model, options):
+            if loaded.model.streamed:
+                raise InputError(
+                    f"{loaded.checkpoint.path} does not fit into the memory of "
+                    f"{loaded.model.device}, and thresholds of a gated model are found on one that "
+                    "does; use --device cpu or a larger GPU"
+                )
             return prepare_inputs(
                 loaded,
                 windows,

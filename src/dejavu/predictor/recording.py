@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
 from dejavu.models.kv_cache import KVCache
+from dejavu.models.streaming import Pass
 from dejavu.sparsity.losses import token_losses
 from dejavu.sparsity.policy import Points, Selector, Site, Stage
 from dejavu.sparsity.record import group_norms
@@ -81,13 +83,16 @@ class Recorder(Selector):
             {layer: buffer(c.num_key_value_heads, torch.float32) for layer in heads},
         )
         self._groups = c.num_key_value_heads
-        self._o = {n: model.weights.blocks[n].attention.o.weight.float() for n in heads}
+        self._blocks = model.weights.blocks
+        self._o: tuple[int, Tensor] | None = None  # of the layer that was last seen
         self._start = 0
         self._last = max([layer for _, layer in inputs] + list(heads), default=-1)
 
-    def advance(self, rows: int) -> None:
-        """A window of so many rows is done."""
-        self._start += rows
+    def at(self, start: int) -> Recorder:
+        """One that writes into the same buffers from a row on, for one window."""
+        other = copy(self)
+        other._start = start
+        return other
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         if layer > self._last:
@@ -99,8 +104,10 @@ class Recorder(Selector):
         return None
 
     def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
-        if stage == Stage.HEAD_OUTPUTS and layer in self._o:
-            norms = group_norms(value, self._o[layer], self._groups)
+        if stage == Stage.HEAD_OUTPUTS and layer in self.recorded.head_norms:
+            if self._o is None or self._o[0] != layer:
+                self._o = layer, self._blocks[layer].attention.o.weight.float()
+            norms = group_norms(value, self._o[1], self._groups)
             self.recorded.head_norms[layer][self._start : self._start + len(value)] = norms
 
 
@@ -116,10 +123,14 @@ def record(
     length = windows.shape[1] - 1
     recorder = Recorder(model, len(windows) * length, inputs, heads)
     cache = model.new_cache(length)
-    for done, ids in enumerate(windows, 1):
+
+    def reading(number: int) -> Pass[None]:
+        mine = recorder.at(number * length)
         with suppress(_Enough):
-            model.logits(ids[:-1], cache, recorder, ops, last_only=True)
-        recorder.advance(length)
+            yield from model.reading(windows[number, :-1], cache, mine, ops, last_only=True)
+
+    readings = (reading(number) for number in range(len(windows)))
+    for done, _ in enumerate(model.together(readings, length), 1):
         tick(done, len(windows))
     return recorder.recorded
 
@@ -137,16 +148,31 @@ def window_losses(
     return losses
 
 
-def divergence(
-    model: DecoderLM, windows: Tensor, selector: Selector, dense: Tensor, ops: Ops
-) -> float:
-    """Mean KL divergence in nats a token from the dense model; dense: log-probs `[n, T, V]`."""
-    cache = model.new_cache(windows.shape[1] - 1)
+def divergences(
+    model: DecoderLM,
+    windows: Tensor,
+    trials: Iterable[Sequence[Selector]],
+    dense: Tensor,
+    ops: Ops,
+) -> Iterator[float]:
+    """Mean KL divergence in nats a token from the dense model, trial by trial.
+
+    trials: a selector for each window. dense: log-probs `[n, T, V]`.
+    """
+    length = windows.shape[1] - 1
+    cache = model.new_cache(length)
+    readings = (
+        model.reading(ids[:-1], cache, selector, ops)
+        for selectors in trials
+        for ids, selector in zip(windows, selectors, strict=True)
+    )
     total = 0.0
-    for p, logits in zip(dense, _each(model, windows, cache, selector, ops), strict=True):
-        q = torch.log_softmax(logits, dim=1)
+    for done, logits in enumerate(model.together(readings, length), 1):
+        p, q = dense[(done - 1) % len(dense)], torch.log_softmax(logits, dim=1)
         total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-    return total / (dense.shape[0] * dense.shape[1])
+        if done % len(dense) == 0:
+            yield total / (dense.shape[0] * dense.shape[1])
+            total = 0.0
 
 
 def log_probabilities(model: DecoderLM, windows: Tensor, ops: Ops) -> Tensor:
@@ -159,5 +185,10 @@ def log_probabilities(model: DecoderLM, windows: Tensor, ops: Ops) -> Tensor:
 def _each(
     model: DecoderLM, windows: Tensor, cache: KVCache, selector: Selector, ops: Ops
 ) -> Iterator[Tensor]:
-    for ids in windows:
-        yield model.logits(ids[:-1], cache, selector, ops)
+    yield from model.together(
+        (
+            model.reading(ids[:-1], cache, selector.fork() if model.streamed else selector, ops)
+            for ids in windows
+        ),
+        windows.shape[1] - 1,
+    )

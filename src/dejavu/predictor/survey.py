@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dejavu.errors import PlanError
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import DecoderLM
-from dejavu.predictor.recording import Recorded, divergence, log_probabilities
+from dejavu.predictor.recording import Recorded, divergences, log_probabilities
 from dejavu.predictor.selector import Key
 from dejavu.predictor.worth import (
     PROBE_SHARE,
@@ -27,7 +27,7 @@ from dejavu.predictor.worth import (
     sensitivity,
 )
 from dejavu.sparsity.accounting import group_bytes, neuron_bytes
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Selector, Site
 from dejavu.sparsity.replay import Replay
 
 PROBE_TOKENS = 2048  # that sensitivities are measured on
@@ -100,14 +100,24 @@ def make_survey(
     entries: dict[Key, Entries] = {}
     sites: dict[Key, SiteSurvey] = {}
     tried = [Site.NEURONS, Site.HEADS] if heads else [Site.NEURONS]
+    trials: dict[Key, _Trial] = {}
+
+    def selectors() -> Iterator[Sequence[Selector]]:
+        for layer in layers:
+            for site in tried:
+                trial = _neurons if site == Site.NEURONS else _groups
+                trials[site, layer] = trial(model, layer, held, dense, ops)
+                yield trials[site, layer].selectors
+
+    found = divergences(model, probes, selectors(), dense, ops)
     for done, layer in enumerate(layers):
         for site in tried:
-            key = (site, layer)
-            probe = _neurons if site == Site.NEURONS else _groups
-            squares, active, mind = probe(model, layer, held, probes, dense, ops)
+            kl, key = next(found), (site, layer)
+            trial = trials[key]
+            mind = sensitivity(kl, trial.left_out())
             row, down = _bytes(stored, site, layer)
-            entries[key] = Entries(squares, mind, row)
-            sites[key] = SiteSurvey(mind, active, row, down)
+            entries[key] = Entries(trial.squares, mind, row)
+            sites[key] = SiteSurvey(mind, trial.active, row, down)
         tick(done + 1, len(layers))
     price = find_price(list(entries.values()), _PERFECT_SHARE * math.log1p(max_loss))
     counts = {
@@ -125,12 +135,21 @@ def make_survey(
     return Survey(price, sites)
 
 
-Probe = tuple[Squares, float, float]  # contributions, active entries a token, sensitivity
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """What is left out of one site and layer to see how much the model minds.
+
+    active: entries a token. selectors: one for each probe. left_out: when they have run, the mean
+    over tokens of the squared contributions they left out.
+    """
+
+    squares: Squares
+    active: float
+    selectors: Sequence[Selector]
+    left_out: Callable[[], float]
 
 
-def _neurons(
-    model: DecoderLM, layer: int, held: Recorded, probes: Tensor, dense: Tensor, ops: Ops
-) -> Probe:
+def _neurons(model: DecoderLM, layer: int, held: Recorded, dense: Tensor, ops: Ops) -> _Trial:
     neurons = Neurons.of(model.weights.blocks[layer].mlp, model.activation)
     squares, active = Squares(), 0
     sample = held.inputs[Site.NEURONS, layer][:_SAMPLE]
@@ -140,25 +159,23 @@ def _neurons(
         active += int((found > 0).sum())
     _check(squares, Site.NEURONS, layer)
     without = WithoutSmall(layer, neurons, squares.limit_for(PROBE_SHARE))
-    kl = divergence(model, probes, without, dense, ops)
-    return squares, active / len(sample), sensitivity(kl, without.left_out / without.rows)
+    return _Trial(
+        squares,
+        active / len(sample),
+        [without] * len(dense),
+        lambda: without.left_out / without.rows,
+    )
 
 
-def _groups(
-    model: DecoderLM, layer: int, held: Recorded, probes: Tensor, dense: Tensor, ops: Ops
-) -> Probe:
+def _groups(model: DecoderLM, layer: int, held: Recorded, dense: Tensor, ops: Ops) -> _Trial:
     found = held.head_norms[layer].square()
     squares = Squares()
     squares.add(found[:_SAMPLE])
     _check(squares, Site.HEADS, layer)
     kept = found[: dense.shape[0] * dense.shape[1]] >= squares.limit_for(PROBE_SHARE)
     left_out = float(found[: len(kept)].masked_fill(kept, 0.0).sum(dtype=torch.float64))
-    total = 0.0
-    for n, masks in enumerate(torch.split(kept, dense.shape[1])):
-        replay = Replay({(Site.HEADS, layer): masks})
-        total += divergence(model, probes[n : n + 1], replay, dense[n : n + 1], ops)
-    groups = float(found.shape[1])
-    return squares, groups, sensitivity(total / len(dense), left_out / len(kept))
+    replays = [Replay({(Site.HEADS, layer): masks}) for masks in torch.split(kept, dense.shape[1])]
+    return _Trial(squares, float(found.shape[1]), replays, lambda: left_out / len(kept))
 
 
 def _check(squares: Squares, site: Site, layer: int) -> None:

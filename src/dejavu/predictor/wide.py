@@ -12,9 +12,9 @@ from dejavu.models.base import DecoderLM
 
 
 def widened(model: DecoderLM) -> DecoderLM:
-    """Bit for bit the same model; as it is where the copy would take a quarter of the memory, and
-    on a GPU, which multiplies half-precision matrices as they are."""
-    if model.device.type != "cpu":
+    """Bit for bit the same model; as it is where the copy would take a quarter of the memory, where
+    its blocks are streamed, and on a GPU, which multiplies half-precision matrices as they are."""
+    if model.device.type != "cpu" or model.streamed:
         return model
     narrow = {id(m): m for m in _matrices(model.weights) if m.dtype != "fp32"}
     size = sum(4 * m.rows * m.columns for m in narrow.values())

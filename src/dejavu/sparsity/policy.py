@@ -7,7 +7,7 @@ measuring, collecting, evaluating and serving run one forward.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -40,18 +40,27 @@ class Points:
     1 the same site's of the previous block (look-ahead; Deja Vu, section 4.2).
     """
 
-    def __init__(self) -> None:
-        self._inputs: list[Tensor] = []
+    REACH = 3  # inputs that a distance of 1 reaches over, the site's own included
+
+    def __init__(self, *, brief: bool = False) -> None:
+        """brief: let go of inputs that no distance reaches any more. (Not where work ahead may
+        still be reading them on a GPU.)"""
+        self._inputs: list[Tensor | None] = []
+        self._brief = brief
 
     def add(self, hidden: Tensor) -> None:
         """Append the next input, fp32 `[N, D]` (after its norm, as the projections read it)."""
         self._inputs.append(hidden)
+        if self._brief and len(self._inputs) > self.REACH:
+            self._inputs[-1 - self.REACH] = None
 
     def source(self, site: Site, layer: int, distance: float = 0.0) -> Tensor:
         """fp32 `[N, D]`: what `site` of `layer` reads at a look-ahead of 0, 0.5 or 1 block."""
         index = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
         assert index >= 0, "a plan never looks ahead of the first block"
-        return self._inputs[index]
+        found = self._inputs[index]
+        assert found is not None, "a plan looks one block ahead at most"
+        return found
 
 
 class InputReader(Protocol):
@@ -90,6 +99,11 @@ class Selector:
 
     def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
         """See an intermediate result; never change it."""
+
+    def fork(self) -> Self:
+        """One for a forward that runs in turns with others: itself, where it keeps nothing from
+        one layer to the next. What is counted is counted by both together."""
+        return self
 
 
 class Dense(Selector):
