@@ -55,6 +55,32 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         pytest.skip(f"compiled kernels: {error}")
 
 
+@pytest.fixture
+def few_programs() -> Iterator[Ops]:
+    """The GPU kernels in Triton's interpreter, which takes its time for every program."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("in Triton's interpreter; on a GPU see test_cuda.py")
+    from dejavu.kernels.gpu.ops import TritonOps
+    from dejavu.kernels.gpu.tuning import Config, Tuning
+    from triton_once import patched_once
+
+    class Few(Tuning):
+        def project(self, *shape: int) -> Config:
+            return Config(128, 64, 1, 4)
+
+        up = lazy = select = project  # type: ignore[assignment]
+
+        def sums(self, *shape: object) -> Config:
+            return Config(64, 64, 1, 4)
+
+        def attention(self, *shape: int) -> Config:
+            return Config(64, 0, 1, 4, 2)
+
+    with patched_once():
+        yield TritonOps("cpu", tuning=Few(4))
+
+
 @pytest.fixture(scope="session")
 def relu_path(shared: Path) -> Path:
     """The real ReLU model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from dejavu.engine.decode_step import DecodeStep
 from dejavu.engine.graph_step import GraphStep
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
+from dejavu.engine.whole_layers import WholeLayers
 from dejavu.errors import BackendError, InputError
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.ops import Ops
@@ -20,6 +21,9 @@ from dejavu.models.base import DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
 from dejavu.sparsity.policy import Selector
+
+if TYPE_CHECKING:
+    from dejavu.kernels.gpu.costs import CostTable
 
 
 class Step(Protocol):
@@ -41,6 +45,16 @@ class Step(Protocol):
 
     def width(self, rows: int) -> int:
         """Rows of the step that so many requests take, padding included."""
+        ...
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """Ops that know what an MLP costs on their device (`TritonOps`)."""
+
+    @property
+    def costs(self) -> CostTable:
+        """As measured, or guessed."""
         ...
 
 
@@ -77,6 +91,11 @@ def decode_step(
     vocab_size: logits and ids end there; default: the model's. lazy_kv: see `kernels.lazy`.
     Raises InputError where the device or the model does not allow lazy-kv.
     """
+    if model.streamed:
+        raise InputError(
+            f"this model does not fit into the memory of {model.device}, and one that is read "
+            "block by block cannot decode; take a larger GPU, or run on --device cpu"
+        )
     if lazy_kv and model.device.type == "cpu":
         raise InputError("lazy-kv is for --device cuda")
     if lazy_kv and (why := obstacle(model.config)) is not None:
@@ -100,4 +119,17 @@ def decode_step(
         max_length=max_length,
         vocab_size=vocab_size,
         lazy_kv=lazy_kv,
+        whole_layers=whole_layers(model, ops.costs) if isinstance(ops, Priced) else None,
+    )
+
+
+def whole_layers(model: DecoderLM, table: CostTable) -> WholeLayers:
+    """Chooses by the costs of a model's MLPs."""
+    c, up = model.config, model.weights.blocks[0].mlp.up.weight
+    itemsize = up.data.element_size()
+    return WholeLayers(
+        lambda rows: table.mlp(
+            rows, c.intermediate_size, c.hidden_size, itemsize, gated=c.gated_mlp
+        ),
+        c.intermediate_size,
     )

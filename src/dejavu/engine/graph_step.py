@@ -4,6 +4,8 @@ What changes from step to step (ids, positions, lengths, block tables) lies in o
 that every graph reads in place. A step of B rows runs the smallest graph with at least B; the rows
 beyond are padding: the last row again, which selects what is selected and writes what is written.
 The graph ends with each row's likeliest id, so a greedy step fetches 8 bytes a row and waits once.
+With them come the numbers of neurons that each layer listed, by which `WholeLayers` chooses the
+graph of a later step.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from dejavu.engine.lazy_rows import KeyValues, LazyRows
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
+from dejavu.engine.whole_layers import Layers, WholeLayers
 from dejavu.kernels.device import on
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import KVCache, blocks_for
+from dejavu.predictor.selector import PlanSelector
 from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Selector
 
@@ -98,13 +102,15 @@ class GraphStep:
         vocab_size: int | None = None,
         capture: Capture | None = None,
         lazy_kv: bool = False,
+        whole_layers: WholeLayers | None = None,
     ) -> None:
         """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
         vocab_size: ids lie below it; default: the model's. capture: default, `capture_for` the ops.
         A selector that cannot be captured runs at every step, on just the rows there are.
         lazy_kv: keys and values of unused heads wait until they are needed, see `LazyRows`; the
-        model must have no `deferred_kv.obstacle`.
+        model must have no `deferred_kv.obstacle`. whole_layers: which layers a plan's steps read
+        whole; default: none.
         """
         self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
         self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
@@ -138,9 +144,15 @@ class GraphStep:
         )
         self._picked = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
+        self._whole = whole_layers if isinstance(selector, PlanSelector) else None
+        layers = model.config.num_hidden_layers
+        self._listed = torch.zeros(layers, dtype=torch.int64, device=model.device)
+        self._fetched_listed = torch.zeros(
+            layers, dtype=torch.int64, pin_memory=model.device.type == "cuda"
+        )
         self._logits = torch.empty(0)
         self._seats: tuple[list[Request], int] = [], 0
-        self._graphs: dict[tuple[int, KeyValues], Replay] = {}
+        self._graphs: dict[tuple[int, KeyValues, Layers], Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
@@ -158,12 +170,15 @@ class GraphStep:
                 kind = self._lazy.next_step(requests)
             self._inputs.send()
             self._model.prepare(max(r.length for r in requests))
+            whole = Layers() if self._whole is None else self._whole.of(bucket)
             if self._capture is None:
-                logits = self._forward(bucket, kind)
+                logits = self._forward(bucket, kind, whole)
             else:
-                if (bucket, kind) not in self._graphs:
-                    self._graphs[bucket, kind] = self._captured(bucket, kind)
-                logits = self._graphs[bucket, kind]()
+                graph = self._graphs.get((bucket, kind, whole))
+                if graph is None:
+                    graph = self._captured(bucket, kind, whole)
+                    self._graphs[bucket, kind, whole] = graph
+                logits = graph()
         if isinstance(self._selector, MeteredSelector):
             self._selector.meter.stepped(rows, lazy=kind == "used")
         self._logits = logits[:rows]
@@ -180,8 +195,12 @@ class GraphStep:
         with on(self._model.device):
             self._draw(samplers)
             self._fetched.copy_(self._picked, non_blocking=True)
+            if self._whole is not None:
+                self._fetched_listed.copy_(self._listed, non_blocking=True)
             if self._picked.is_cuda:
                 torch.cuda.current_stream().synchronize()
+        if self._whole is not None:
+            self._whole.note(self.width(rows), self._fetched_listed.numpy())
         found: list[int | None] = []
         for row, (sampler, token) in enumerate(
             zip(samplers, self._fetched[:rows].tolist(), strict=True)
@@ -247,18 +266,20 @@ class GraphStep:
             host[name][rows:bucket] = host[name][rows - 1]
         return bucket
 
-    def _captured(self, rows: int, kind: KeyValues) -> Replay:
+    def _captured(self, rows: int, kind: KeyValues, whole: Layers) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""
         assert self._capture is not None
         meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
         before = None if meter is None else meter.snapshot()
-        replay = self._capture(lambda: self._forward(rows, kind))
+        replay = self._capture(lambda: self._forward(rows, kind, whole))
         if meter is not None and before is not None:
             meter.restore(before)
         return replay
 
-    def _forward(self, rows: int, kind: KeyValues) -> Tensor:
+    def _forward(self, rows: int, kind: KeyValues, whole: Layers) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
+        if isinstance(self._selector, PlanSelector):
+            self._selector.whole = whole
         device = self._inputs.device
         if isinstance(self._selector, MeteredSelector):
             self._selector.meter.live = device["live"]
@@ -272,6 +293,8 @@ class GraphStep:
             else self._lazy.deferral(kind, device["slots"][:rows]),
         )
         logits = self._model.forward(batch, self._cache, self._selector, self._ops)
+        if self._whole is not None and isinstance(self._selector, PlanSelector):
+            self._listed.copy_(self._selector.listed(rows))
         logits = logits[:, : self._vocab].contiguous()
         lowest, highest = logits.aminmax(dim=1)
         # Infinite or NaN where any logit is: one comparison tells.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -42,7 +43,11 @@ class Choice:
 
 
 class PlanSelector(MeteredSelector):
-    """Selects by the choices of a plan's level; a place without one computes everything."""
+    """Selects by the choices of a plan's level; a place without one computes everything.
+
+    whole: layers whose selected neurons the next forward finds by reading them all, see
+    `Selection.read_all`; of layers with a predictor.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,15 @@ class PlanSelector(MeteredSelector):
             if choice.predictor is not None
         }
         self._buffers: dict[tuple[Site, int, int], Selection] = {}
+        self.whole: frozenset[int] = frozenset()
+        self._whole: dict[tuple[int, int], Selection] = {}  # the same lists, read whole
         self._by_source: dict[int, list[Key]] = {}
         for (site, layer), choice in choices.items():
             self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
                 (site, layer)
             )
+        self._unlisted: Tensor | None = None
+        self._brief = False
         self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
         self._counted: list[Callable[[], None]] = []
         self.predictor_bytes = sum(
@@ -78,7 +87,19 @@ class PlanSelector(MeteredSelector):
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         self._start((site, layer), points, ops)
         started = self._started.pop((site, layer), None)
-        return None if started is None else started()
+        if started is None:
+            return None
+        selection = started()
+        if self._brief:
+            self._buffers.clear()  # what is under way has its own
+        return selection
+
+    def fork(self) -> PlanSelector:
+        """The same choices, counted together; selections are not kept for `last`."""
+        other = copy(self)
+        other._buffers, other._started, other._counted = {}, {}, []
+        other._brief = True
+        return other
 
     def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
         if stage is Stage.LOGITS:
@@ -99,8 +120,7 @@ class PlanSelector(MeteredSelector):
 
         hidden: dict[Key, Tensor] = {}
 
-        def choose(key: Key) -> Selection:
-            selection = self._buffer(*key, len(x), self._choices[key])
+        def choose(key: Key, selection: Selection) -> Selection:
             if key not in predictors:
                 return selection
             first, second = predictors[key].first, predictors[key].second
@@ -117,8 +137,9 @@ class PlanSelector(MeteredSelector):
 
         for key in sorted(keys, key=lambda key: key != now):
             run = at_once if key == now else ops.ahead
-            self._started[key] = run(partial(choose, key))
-            count = partial(self.meter.tally, *key, self._buffers[(*key, len(x))], len(x), ops)
+            selection = self._target(key, len(x))
+            self._started[key] = run(partial(choose, key, selection))
+            count = partial(self.meter.tally, *key, selection, len(x), ops)
             self._counted.append(ops.ahead(count))
 
     def last(self, rows: int) -> tuple[list[Selection | None], list[Selection | None]]:
@@ -130,6 +151,40 @@ class PlanSelector(MeteredSelector):
             for site in (Site.NEURONS, Site.HEADS)
         )
         return neurons, heads
+
+    def listed(self, rows: int) -> Tensor:
+        """Neurons that the last step of so many rows listed, int64 `[layers]` on the device; -1
+        where no predictor chooses."""
+        keys = [(Site.NEURONS, layer) for layer in range(self._layers)]
+        choosing = [key for key in keys if key in self._biases]
+        if self._unlisted is None:
+            self._unlisted = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        if not choosing:
+            return self._unlisted.expand(self._layers)
+        sums = torch.stack([self._buffers[(*key, rows)].counts for key in choosing]).sum(dim=1)
+        if len(choosing) == self._layers:
+            return sums
+        places = {key: place for place, key in enumerate(choosing)}
+        return torch.cat(
+            [
+                sums[places[key] : places[key] + 1] if key in places else self._unlisted
+                for key in keys
+            ]
+        )
+
+    def _target(self, key: Key, rows: int) -> Selection:
+        """Where a step of so many rows puts its selection."""
+        site, layer = key
+        found = self._buffer(site, layer, rows, self._choices[key])
+        if site != Site.NEURONS or layer not in self.whole or key not in self._biases:
+            return found
+        if (layer, rows) not in self._whole:
+            mask = found.mask
+            if mask is None:
+                shape = rows, found.entries
+                mask = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+            self._whole[layer, rows] = replace(found, mask=mask, read_all=True)
+        return self._whole[layer, rows]
 
     def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
         """The static buffers of a step of so many rows."""

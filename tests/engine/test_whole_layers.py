@@ -1,0 +1,216 @@
+"""Layers read whole where that is cheaper: who is chosen when, and that no row's result changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from dejavu.engine.engine import Engine
+from dejavu.engine.graph_step import GraphStep, Replay
+from dejavu.engine.params import SamplingParams
+from dejavu.engine.scheduler import Request
+from dejavu.engine.whole_layers import WholeLayers
+from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.ops import Ops
+from dejavu.kernels.reference import TorchOps
+from dejavu.load import load_model
+from dejavu.models.base import Batch, DecoderLM
+from dejavu.models.kv_cache import KVCache, blocks_for
+from dejavu.predictor.network import Predictor
+from dejavu.predictor.selector import Choice, Key, PlanSelector
+from dejavu.sparsity.policy import Dense, Site
+from models.tiny import Tiny, prompt
+
+LENGTH = 64
+
+
+class Line:
+    """A cost that rises with the share; the whole costs 1."""
+
+    whole = 1.0
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+
+    def at(self, shares: ArrayLike) -> NDArray[np.float64]:
+        return self.slope * np.asarray(shares, dtype=np.float64)
+
+
+def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> frozenset[int]:
+    for _ in range(steps):
+        whole.note(rows, np.asarray(listed))
+    return whole.of(rows)
+
+
+def test_the_cheaper_side_is_chosen_layer_by_layer() -> None:
+    whole = WholeLayers(lambda rows: Line(1.5), 100)
+    assert noted(whole, 8, [10, 90, 60, 100, -1], 3) == frozenset()  # nothing is known yet
+    assert noted(whole, 8, [10, 90, 60, 100, -1], 1) == {1, 3}
+    assert whole.of(4) == frozenset()  # every bucket by itself
+
+
+def test_costs_are_of_the_bucket_s_rows() -> None:
+    whole = WholeLayers(lambda rows: Line(0.9 if rows == 1 else 1.5), 100)
+    assert noted(whole, 1, [90, 95], 4) == frozenset()
+    assert noted(whole, 2, [90, 95], 4) == {0, 1}
+
+
+def test_a_choice_follows_what_is_listed_and_not_every_whim() -> None:
+    whole = WholeLayers(lambda rows: Line(1.5), 100)
+    assert noted(whole, 2, [90, 10], 4) == {0}
+    noted(whole, 2, [68, 10], 400)  # hardly dearer whole: no capture for that
+    assert whole.of(2) == {0}
+    assert noted(whole, 2, [10, 90], 400) == {1}
+
+
+def test_a_bucket_has_few_choices() -> None:
+    """Each means a capture and memory for a graph."""
+    whole = WholeLayers(lambda rows: Line(1.5), 100)
+    generator = np.random.default_rng(0)
+    seen = set()
+    for _ in range(30):
+        seen.add(noted(whole, 2, generator.integers(0, 101, size=12).tolist(), 200))
+    assert 1 < len(seen) <= 4
+
+
+class Graphs:
+    """Stands for CUDA graphs; like them runs the forward once before."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def __call__(self, forward: Replay) -> Replay:
+        self.captures += 1
+        forward()
+        return forward
+
+
+def plan(model: DecoderLM, shifts: dict[int, float], distance: float = 0.0) -> PlanSelector:
+    """Predictors of random scores; a layer's shift says how many neurons pass."""
+    c = model.config
+    generator = torch.Generator().manual_seed(5)
+    choices: dict[Key, Choice] = {}
+    for layer, shift in shifts.items():
+        first, second = (
+            Matrix(torch.randn(shape, generator=generator) * shape[1] ** -0.5)
+            for shape in ((16, c.hidden_size), (c.intermediate_size, 16))
+        )
+        bias = torch.full((c.intermediate_size,), shift)
+        reach = distance if layer else 0.0
+        choices[Site.NEURONS, layer] = Choice(Predictor(first, second, bias), reach)
+    return PlanSelector(c.num_hidden_layers, c.intermediate_size, choices, model.device)
+
+
+class Side:
+    """Two requests of a model, stepped together."""
+
+    def __init__(self, model: DecoderLM, selector: PlanSelector, ops: Ops, rows: int) -> None:
+        self.selector, self.graphs = selector, Graphs()
+        cache = KVCache(model.config, rows * blocks_for(LENGTH))
+        self.whole = None
+        if not isinstance(ops, TorchOps):
+            self.whole = WholeLayers(lambda rows: Line(1.5), model.config.intermediate_size)
+        self.step = GraphStep(
+            model, cache, selector, ops, max_rows=rows, max_length=LENGTH, capture=self.graphs,
+            whole_layers=self.whole,
+        )  # fmt: skip
+        self.requests = []
+        for seed in range(rows):
+            request = Request(tuple(prompt(4 + seed, seed)), LENGTH)
+            request.blocks = cache.allocate(blocks_for(LENGTH))
+            batch = Batch.prefill(list(request.prompt), request.blocks)
+            logits = model.forward(batch, cache, Dense(), TorchOps())
+            request.token_ids.append(int(logits[0].argmax()))
+            self.requests.append(request)
+
+    def play(self, tokens: list[int] | None = None) -> torch.Tensor:
+        logits = self.step.run(self.requests).clone()
+        self.step.pick([None] * len(self.requests))
+        for request, token in zip(
+            self.requests, tokens or logits.argmax(dim=1).tolist(), strict=True
+        ):
+            request.token_ids.append(token)
+        return logits
+
+
+@pytest.mark.parametrize(("rows", "distance"), [(1, 0.0), (2, 0.5)])
+def test_steps_read_whole_what_is_cheaper_and_results_stay(
+    rows: int, distance: float, tiny: Callable[..., Tiny], few_programs: Ops
+) -> None:
+    """Layer 1 lists nearly all, layer 0 little: after four steps layer 1 is read whole."""
+    model = load_model(tiny("opt", num_attention_heads=2).path).model
+    shifts = {0: -1.0, 1: 2.0}
+    ours = Side(model, plan(model, shifts, distance), few_programs, rows)
+    theirs = Side(model, plan(model, shifts, distance), TorchOps(), rows)
+    assert ours.whole is not None
+    for step in range(6):
+        expected = theirs.play()
+        found = ours.play(expected.argmax(dim=1).tolist())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert ours.whole.of(rows) == (frozenset() if step < 3 else {1})
+    assert ours.graphs.captures == 2
+    mine, full = ours.selector.reads(), theirs.selector.reads()
+    assert mine[0].neurons == full[0].neurons
+    neurons = model.config.intermediate_size
+    before = full[1].neurons
+    assert before is not None
+    assert before < neurons
+    assert mine[1].neurons == pytest.approx((4 * before + 2 * neurons) / 6, rel=0.03)
+
+
+def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) -> None:
+    model = load_model(tiny("opt").path).model
+    selector = plan(model, {1: 4.0})
+    side = Side(model, selector, TorchOps(), 2)
+    side.play()
+    listed = selector.listed(2).tolist()
+    assert listed[0] == -1
+    assert 0 < listed[1] <= model.config.intermediate_size
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model_type", ["opt", "llama"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_gpu_writes_the_same_text_with_layers_read_whole(
+    rows: int, model_type: str, tiny: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32, half a block ahead: one text may part where a score lies next to its threshold."""
+    loaded = load_model(tiny(model_type).path, device="cuda")
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    texts = []
+    for never in (False, True):
+        if never:
+            monkeypatch.setattr(WholeLayers, "of", lambda *_: frozenset())
+        engine = Engine(loaded, plan(loaded.model, {0: -1.0, 1: 4.0}, 0.5), max_batch=8)
+        requests = [engine.add(prompt(3 + n, seed=n), params) for n in range(rows)]
+        while engine.running or engine.waiting:
+            engine.step()
+        assert [r.error for r in requests] == [None] * rows
+        texts.append([r.token_ids for r in requests])
+        step = engine._steps["default"]
+        assert isinstance(step, GraphStep)
+        chosen = {whole for _, _, whole in step._graphs}
+        assert chosen == ({frozenset()} if never else {frozenset(), frozenset({1})})
+    assert sum(a != b for a, b in zip(*texts, strict=True)) <= 1
+
+
+@pytest.mark.cuda
+def test_counting_waits_for_nothing(tiny: Callable[..., Tiny]) -> None:
+    """A step of a plan starts without waiting for the GPU, also when it reads layers whole."""
+    loaded = load_model(tiny("opt").path, device="cuda")
+    engine = Engine(loaded, plan(loaded.model, {0: -1.0, 1: 4.0}), max_batch=2)
+    request = engine.add(prompt(5), SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(12):
+        engine.step()
+    step = engine._steps["default"]
+    assert isinstance(step, GraphStep)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run([request])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
