@@ -135,7 +135,7 @@ class BlockReader:
             len(layers),
             self.block,
             device=self.device,
-            state_bytes=(memory - outside - (1 + ahead) * largest) // 2,
+            state_bytes=(memory - outside - (1 + ahead) * largest) // 4,
             outline=tuple(self._outline(layer) for layer in layers),
             ahead=ahead,
         )

@@ -192,3 +192,33 @@ def test_measured_sparsity_is_the_same(paths: Callable[[str], Path]) -> None:
         for model in (streamed(path).model, load_model(path).model)
     )
     assert found == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("blocks", [1.1, 2.1], ids=["one", "ahead"])
+def test_a_gpu_holds_one_block_or_two(
+    blocks: float, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A model of 8 blocks of some MB each: the same logits within its streamed share of memory."""
+    fields = {"hidden_size": 512, "ffn_dim": 2048, "num_hidden_layers": 8, "vocab_size": 200}
+    path = build(Case("opt", "opt", fields), tmp_path_factory.mktemp("wide")).path
+    resident = load_model(path, dtype=dtype, device="cuda").model
+    ids = torch.tensor(prompt(100))
+    expected = resident.logits(ids, resident.new_cache(128), Dense(), TorchOps()).cpu()
+    del resident
+    gc.collect()
+    torch.cuda.empty_cache()
+    reader = BlockReader(path, dtype=dtype, device="cuda")
+    block = reader._bytes("layers.0.")
+    memory = int((reader.total - 8 * block + blocks * block) / 0.8)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with pytest.warns(UserWarning, match="read one by one"):
+        model = load_to_read(path, dtype=dtype, device="cuda", memory=memory).model
+    for _ in range(2):
+        found = model.logits(ids, model.new_cache(128), Dense(), TorchOps())
+        assert torch.equal(found.cpu(), expected)
+    held = torch.cuda.max_memory_allocated() - before
+    matrix = 512 * 2048 * 4  # one more while it is turned, as the file has it
+    assert held < memory + matrix < reader.total

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dejavu.config import ModelConfig
 from dejavu.kernels.device import on
+from dejavu.kernels.gpu import candidates
 from dejavu.kernels.gpu.ops import TritonOps
 from dejavu.kernels.gpu.timing import captured, replay_seconds
 from dejavu.kernels.gpu.tuning import Config, Tuning, read_table
@@ -27,7 +28,7 @@ from dejavu.kernels.selection import Selection
 
 _REPEATS = 9
 _COLD = 4  # times the last-level cache that is read between two uses of a byte
-_DENSITY = 0.1  # of the selections that listed kernels are measured with
+_DENSITY, _UNION = 0.1, 0.2  # of selections that listed kernels are measured with: one row, more
 _LAZY_ROWS = 4  # steps of more rows do not leave out keys and values
 
 
@@ -163,7 +164,10 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
                 ops.linear(x, [Projection(matrix)])
 
         yield Trial(
-            f"project/{kind}/{outputs}x{columns}/{itemsize}", _project(batch), project, len(stored)
+            f"project/{kind}/{outputs}x{columns}/{itemsize}",
+            candidates.project(batch),
+            project,
+            len(stored),
         )
     for rank in shape.ranks:
         first = [
@@ -178,7 +182,9 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
             for matrix in stored:
                 ops.linear(x, [Projection(matrix)])
 
-        yield Trial(f"project/{kind}/{rank}x{width}/1", _project(batch), predict, len(first))
+        yield Trial(
+            f"project/{kind}/{rank}x{width}/1", candidates.project(batch), predict, len(first)
+        )
         second = [
             Matrix(
                 torch.randint(-127, 128, (neurons, rank), device=device, dtype=torch.int8),
@@ -197,7 +203,7 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
             for matrix in stored:
                 ops.select(hidden, matrix, bias, out=out)
 
-        yield Trial(f"select/{kind}/{rank}", _select(batch), select, len(second))
+        yield Trial(f"select/{kind}/{rank}", candidates.select(batch), select, len(second))
     yield from _mlp_trials(shape, device, batch, kind, itemsize, matrices, x, residual)
     stored = matrices(heads, width)
     y = torch.randn(batch, heads, device=device)
@@ -207,7 +213,10 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
             ops.combine(y, matrix, None, None, residual)
 
     yield Trial(
-        f"sums-all/{kind}/{heads}x{width}/{itemsize}", _sums(width, batch), combine, len(stored)
+        f"sums-all/{kind}/{heads}x{width}/{itemsize}",
+        candidates.sums(width, batch),
+        combine,
+        len(stored),
     )
     half = torch.rand(batch, shape.kv_heads, device=device) < 0.5
     some = Selection.from_mask(half)
@@ -218,7 +227,7 @@ def _trials(shape: Shape, device: torch.device, dtype: torch.dtype, batch: int) 
 
     yield Trial(
         f"sums-tiles/{kind}/{heads}x{width}/{itemsize}",
-        _sums(width, batch),
+        candidates.sums(width, batch),
         combine_some,
         len(stored),
     )
@@ -241,11 +250,12 @@ def _mlp_trials(
     bias = torch.full((neurons,), 8.0, device=device)  # every activation is above 0
     relu = Activation("relu")
     for listed in (False, True):
-        share = _DENSITY if listed else 1.0
+        density = _DENSITY if batch == 1 else _UNION
+        share = density if listed else 1.0
         ups = matrices(neurons, width, share)
         downs = ups[1:] + ups[:1]
         lists = [
-            Selection.from_mask(torch.rand(batch, neurons, device=device) < _DENSITY / batch)
+            Selection.from_mask(torch.rand(batch, neurons, device=device) < density / batch)
             if listed
             else None
             for _ in ups
@@ -261,9 +271,9 @@ def _mlp_trials(
 
         name = "listed" if listed else "all"
         size = f"{kind}/{neurons}x{width}/{itemsize}"
-        yield Trial(f"up-{name}/{size}", _up(batch, listed), mlp, len(ups))
+        yield Trial(f"up-{name}/{size}", candidates.up(batch, listed), mlp, len(ups))
         name = "flat" if listed else "all"
-        yield Trial(f"sums-{name}/{size}", _sums(width, batch), mlp, len(ups))
+        yield Trial(f"sums-{name}/{size}", candidates.sums(width, batch), mlp, len(ups))
 
 
 def _attention_trials(
@@ -284,13 +294,11 @@ def _attention_trials(
             view = CacheView(keys, values, table, lengths)
             ops.attention(q, k, k, view, scale=0.1, window=None, selection=None)
 
-    candidates = [
-        Config(tokens, 0, stages, warps, splits)
-        for tokens, stages, warps in ((32, 1, 4), (64, 1, 4), (32, 3, 4), (32, 1, 2), (32, 3, 2))
-        for splits in (1, 2, 4, 8)
-    ]
     yield Trial(
-        f"attention/{batch * shape.kv_heads}x{shape.head_dim}", candidates, attention, len(caches)
+        f"attention/{batch * shape.kv_heads}x{shape.head_dim}",
+        candidates.attention(),
+        attention,
+        len(caches),
     )
 
 
@@ -331,79 +339,11 @@ def _lazy_trials(
                 window=None, selection=half,
             )  # fmt: skip
 
-    candidates = [
-        Config(block, width, stages, warps)
-        for block, width, stages, warps in (
-            (32, 128, 3, 4), (32, 128, 5, 4), (16, 256, 3, 4), (16, 256, 4, 4), (16, 512, 3, 4),
-            (16, 128, 6, 2), (32, 256, 3, 4), (32, 256, 3, 8), (64, 128, 3, 4), (64, 128, 4, 4),
-            (64, 64, 5, 4), (16, 512, 2, 8), (32, 64, 6, 4), (16, 128, 4, 4), (128, 64, 4, 4),
-        )
-    ]  # fmt: skip
     itemsize = dtype.itemsize
     kind = "1" if batch == 1 else "n"
     yield Trial(
-        f"lazy/{kind}/{heads * head_dim}x{width}/{itemsize}", candidates, attend, len(triples)
+        f"lazy/{kind}/{heads * head_dim}x{width}/{itemsize}",
+        candidates.lazy(),
+        attend,
+        len(triples),
     )
-
-
-def _project(batch: int) -> list[Config]:
-    if batch > 1:
-        return [
-            Config(block, width, stages, warps)
-            for block, width, stages, warps in (
-                (64, 128, 3, 4), (32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (16, 128, 4, 4),
-                (16, 256, 4, 4), (32, 256, 3, 4), (64, 128, 4, 8), (128, 128, 3, 8),
-            )
-        ]  # fmt: skip
-    return [
-        Config(block, width, stages, warps)
-        for block, width, stages, warps in (
-            (4, 1024, 1, 4), (8, 1024, 1, 4), (4, 1024, 4, 4), (8, 1024, 3, 4), (4, 2048, 1, 8),
-            (16, 512, 1, 4), (1, 1024, 4, 4), (1, 2048, 3, 4), (1, 4096, 1, 4), (2, 1024, 4, 2),
-            (2, 2048, 1, 4), (8, 512, 4, 4),
-        )
-    ]  # fmt: skip
-
-
-def _select(batch: int) -> list[Config]:
-    if batch > 1:
-        return [Config(0, 64, 3, 4), Config(0, 64, 3, 8), Config(0, 32, 3, 8)]
-    cuts = ((32, 8), (64, 8), (128, 8), (64, 4), (32, 4), (128, 16))
-    return [Config(0, width, 1, warps) for width, warps in cuts]
-
-
-def _up(batch: int, listed: bool) -> list[Config]:
-    if batch > 1:
-        parts = (1, 2, 4) if listed else (1,)
-        return [
-            Config(block, width, stages, 4, n)
-            for block, width, stages in ((16, 128, 3), (16, 256, 4), (32, 128, 4), (64, 128, 3))
-            for n in parts
-        ]
-    if not listed:
-        return [c for c in _project(1) if c.block > 1]
-    return [
-        Config(block, width, stages, warps, parts)
-        for block, width, stages, warps in (
-            (1, 1024, 4, 1), (2, 1024, 1, 4), (2, 1024, 4, 2), (4, 512, 4, 4), (4, 1024, 1, 4),
-            (1, 2048, 3, 2), (2, 1024, 5, 2), (1, 1024, 1, 4),
-        )
-        for parts in (3, 4, 6, 8)
-    ]  # fmt: skip
-
-
-def _sums(columns: int, batch: int) -> list[Config]:
-    cuts: Sequence[tuple[int, int, int, int]] = (
-        (16, 512, 1, 4), (16, 512, 3, 4), (8, 1024, 3, 4), (16, 1024, 1, 8), (32, 256, 1, 4),
-        (128, 64, 1, 4), (64, 128, 1, 4), (16, 256, 1, 2), (32, 128, 1, 2), (32, 128, 3, 2),
-    )  # fmt: skip
-    if batch > 1:
-        cuts = ((32, 128, 3, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (32, 128, 4, 8))
-    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    found = []
-    for block, width, stages, warps in cuts:
-        blocks = -(-columns // width)
-        for programs in (1, 2, 3, 4, 6):
-            shares = max(1, min(128, round(programs * processors / blocks)))
-            found.append(Config(block, width, stages, warps, shares))
-    return list(dict.fromkeys(found))
