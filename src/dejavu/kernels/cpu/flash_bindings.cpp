@@ -55,11 +55,11 @@ void bind_flash(nb::module_& m) {
   });
 
   m.def("read_rate", [](const std::string& path, Address offsets, int64_t count, int64_t size,
-                        int depth, bool direct, bool uring, double seconds) {
+                        int depth, bool direct, bool uring, double seconds, int batch) {
     try {
       const nb::gil_scoped_release release;
       const Rate rate = read_rate(path, (const int64_t*)offsets, count, size, depth, direct, uring,
-                                  seconds);
+                                  seconds, batch);
       return std::make_tuple(rate.reads, rate.seconds, rate.direct);
     } catch (const std::system_error& error) {
       raise_os_error(error, path);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -28,6 +29,7 @@ struct Job {
   int64_t count, size;
   int depth;
   double seconds;
+  int batch;  // reads that end before new ones are started
 };
 
 // Number of reads, or -errno.
@@ -62,7 +64,7 @@ int64_t with_ring(Ring& ring, const Job& job, Clock::time_point start) {
   for (int slot = 0; slot < job.depth; ++slot) push(slot);
   if (!ring.submit()) return -EIO;
   while (under_way) {
-    ring.wait();
+    ring.wait((unsigned)std::min<int64_t>(job.batch, under_way));
     const bool more = since(start) < job.seconds && !fault;
     uint64_t slot;
     int32_t result;
@@ -81,7 +83,7 @@ int64_t with_ring(Ring& ring, const Job& job, Clock::time_point start) {
 }  // namespace
 
 Rate read_rate(const std::string& path, const int64_t* offsets, int64_t count, int64_t size,
-               int depth, bool direct, bool uring, double seconds) {
+               int depth, bool direct, bool uring, double seconds, int batch) {
   int file = -1;
 #ifdef O_DIRECT
   if (direct) file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -91,7 +93,7 @@ Rate read_rate(const std::string& path, const int64_t* offsets, int64_t count, i
     file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   }
   if (file < 0) throw std::system_error(errno, std::generic_category(), path);
-  const Job job = {file, offsets, count, size, depth, seconds};
+  const Job job = {file, offsets, count, size, depth, seconds, batch};
   const auto start = Clock::now();
   int64_t reads;
 #ifdef DEJAVU_RING

@@ -4,6 +4,7 @@
 
 #ifdef DEJAVU_RING
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 
@@ -11,7 +12,10 @@ namespace dejavu {
 namespace {
 
 constexpr uint64_t kStop = ~0ull;
-constexpr int kRefill = 8;  // reads finished before new ones are started: saves system calls
+constexpr int kShare = 4;
+// Reads finished before new ones are started: fewer system calls, interrupts and messages to a
+// virtual disk (two cores, 8 KiB, 32 outstanding: a third more reads a second than one by one).
+constexpr int kRefill = 8;
 
 class Uring : public Backend {
  public:
@@ -61,11 +65,14 @@ class Uring : public Backend {
     bool stop = false;
     std::vector<int> finished;
     while (true) {
+      int under_way;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (stop && !under_way_) return;
+        under_way = under_way_;
       }
-      if (!ring_.wait()) return;
+      // Not for more than a share of them, or the device would run dry meanwhile.
+      if (!ring_.wait((unsigned)std::clamp(under_way / kShare, 1, kRefill))) return;
       uint64_t tag;
       int32_t result;
       while (ring_.take(&tag, &result)) {

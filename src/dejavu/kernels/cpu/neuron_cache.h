@@ -8,6 +8,8 @@
 // A neuron enters and leaves by its slot alone: the kernels find it through `places`.
 #pragma once
 
+#include <atomic>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -23,8 +25,8 @@ struct CacheCounters {
 enum class NeuronStep : int { begin, finish, release };
 
 struct StepFailure {
-  Outcome outcome;     // of reading
-  Size crowded = -1;   // or the layer for which there were too few slots
+  Outcome outcome;    // of reading
+  Size crowded = -1;  // or the layer for which there were too few slots
 };
 
 class NeuronCache {
@@ -43,44 +45,50 @@ class NeuronCache {
   bool begin(Size layer, const Selection* selection);
   // Everything begun for the layer lies in its slots when this returns without a fault.
   Outcome finish(Size layer);
-  void release(Size layer) { open_[(size_t)layer] = false; }
+  void release(Size layer);
   // Never give up these neurons of all layers while others can go.
   void pin(const int64_t* neurons, Size count);
 
-
-  // The same as a part of a recorded step. False where the step must not go on; take_failure()
-  // then tells why, once.
+  // The same as parts of a recorded step. Threads may be in different ones; who finishes a layer
+  // waits until it is begun. False: the step must not go on, and take_failure() tells why, once.
   bool act(NeuronStep step, Size layer, const Selection* selection);
+  void begun(Size layer) { begun_[(size_t)layer].store(true, std::memory_order_release); }
   StepFailure take_failure() { return std::exchange(failure_, {}); }
 
   CacheCounters counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }
 
  private:
-  bool held(int32_t slot) const;
+  struct Slot {
+    double value = 0;
+    int64_t stamp = 0;  // the begin that last wanted it
+    int32_t owner = -1, layer = -1;  // -1 while it is empty
+  };
+
+  bool held(const Slot& slot) const;
   int32_t free_slot();
   void refill();
-  void touch(int32_t slot, Size layer);
+  void touch(Slot& slot, Size layer);
   void forget(Size layer);
 
   FlashReader& reader_;
   uint8_t* arena_;
-  Size slots_, record_;
+  Size record_;
   const int64_t *first_, *offsets_;
   int32_t* places_;
   double half_life_;
 
-  std::vector<int32_t> owner_, layer_of_;  // of a slot; -1 while it is empty
-  std::vector<double> value_;
-  std::vector<int64_t> stamp_;             // of a slot: the begin that last wanted it
+  std::mutex mutex_;  // of everything below but begun_
+  std::vector<Slot> slots_;
   std::vector<int64_t> steps_, serial_, ticket_;  // of a layer
   std::vector<char> open_;
+  std::vector<std::atomic<bool>> begun_;
   std::vector<std::pair<double, int32_t>> victims_;  // the next at the back
   std::vector<double> seen_;  // value of a neuron that is not in a slot, when it left
   std::vector<int64_t> from_, lengths_;
   std::vector<uint64_t> to_;
   std::vector<int32_t> entered_;
-  Size filled_ = 0;
+  size_t filled_ = 0;
   int64_t begins_ = 0, clock_ = 0, epoch_ = 0;
   double use_ = 1;
   CacheCounters counters_;

@@ -39,6 +39,16 @@ class Worker {
     finish(count, finished);
   }
 
+  // Call item() in one thread; the others go on at once and may be further when it returns.
+  template <class Item>
+  void once(Item&& item) {
+    if (threads_ == 1)
+      item();
+    else if (take(1) == 0)
+      item();
+    ++phase_;
+  }
+
   int threads() const { return threads_; }
   void fail(Fault fault) { fault_->store(fault, std::memory_order_relaxed); }
   void start(Phase* phases) { phase_ = phases; }
