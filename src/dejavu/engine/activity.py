@@ -8,14 +8,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dejavu.kernels.selection import Selection, tile_size
+from dejavu.kernels.selection import Selection
 
 
 @dataclass(frozen=True)
 class LayerActivity:
     """One layer for one token.
 
-    neurons: share selected of each block of neurons (the kernels' tiles, the last may be short).
+    neurons: share selected of each block of neurons (see `block_size`; the last may be short).
     density: share of all its neurons. heads: for each KV group whether it was computed.
     """
 
@@ -55,16 +55,21 @@ class Watchable(Protocol):
         ...
 
 
+def block_size(neurons: int) -> int:
+    """Neurons a block: so many that a layer has 32 blocks at most."""
+    return -(-neurons // 32)
+
+
 def activity(selector: Watchable, rows: int, neurons: int, groups: int) -> StepActivity:
     """The last step of `rows` rows. neurons, groups: of a layer."""
     chosen_neurons, chosen_heads = selector.last(rows)
     used = _masks(chosen_neurons, rows, neurons)
-    tile = tile_size(neurons)
-    padded = torch.nn.functional.pad(used, (0, -neurons % tile))
-    sizes = torch.full((padded.shape[-1] // tile,), float(tile))
-    sizes[-1] -= -neurons % tile
+    size = block_size(neurons)
+    padded = torch.nn.functional.pad(used, (0, -neurons % size))
+    sizes = torch.full((padded.shape[-1] // size,), float(size))
+    sizes[-1] -= -neurons % size
     return StepActivity(
-        padded.view(*padded.shape[:2], -1, tile).sum(dim=-1) / sizes,
+        padded.view(*padded.shape[:2], -1, size).sum(dim=-1) / sizes,
         used.mean(dim=-1),
         _masks(chosen_heads, rows, groups).bool(),
     )

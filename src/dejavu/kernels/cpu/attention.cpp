@@ -14,9 +14,10 @@
 namespace dejavu::DEJAVU_ISA {
 namespace {
 
-constexpr Size kSpan = 256;
+constexpr Size kSpan = 64;
 constexpr Size kTogether = 16;   // positions whose keys (values) are handled in one go
 constexpr Size kScoreRows = 32;  // rows of scores an item may hold
+constexpr Size kItems = 4;       // a thread should get, where there are so many
 
 struct Extent {
   Size first, length, spans;
@@ -106,6 +107,72 @@ void soften(float* scores, Size size, float scale, float* result) {
   result[1] = sum(total);
 }
 
+// Fetches a span's keys, then its values, in the order in which they lie in memory.
+template <class K>
+class SpanFetch {
+ public:
+  SpanFetch(const K* keys, const K* values, const Size* at, Size size, const Size* groups,
+            Size group_count, Size dim)
+      : cache_(keys), values_(values), at_(at), size_(size), groups_(groups),
+        group_count_(group_count), dim_(dim) {}
+
+  // So many more pieces, each the keys (values) of one group at one position.
+  void next(Size pieces) {
+    for (; pieces > 0; --pieces) {
+      if (position_ == size_) return;
+      const K* piece = cache_ + at_[position_] + groups_[group_] * dim_;
+      for (Size i = 0; i < dim_; i += kLine / (Size)sizeof(K)) prefetch(piece + i);
+      if (++group_ < group_count_) continue;
+      group_ = 0;
+      if (++position_ < size_ || cache_ == values_) continue;
+      position_ = 0;
+      cache_ = values_;
+    }
+  }
+
+ private:
+  const K *cache_, *values_;
+  const Size* at_;
+  Size size_;
+  const Size* groups_;
+  Size group_count_, dim_, position_ = 0, group_ = 0;
+};
+
+// out[0..N vectors) += sum over p < count of weights[p] * rows[p], in order.
+template <class K, int N>
+DEJAVU_LOOP void weigh(const K* const* rows, Size offset, const float* weights, Size count,
+                       float* out) {
+  Vec total[N];
+  for (int i = 0; i < N; ++i) total[i] = load(out + i * Vec::width);
+  for (Size p = 0; p < count; ++p) {
+    const Vec weight = broadcast(weights[p]);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i)
+      total[i] = fma(weight, load(rows[p] + offset + i * Vec::width), total[i]);
+  }
+  for (int i = 0; i < N; ++i) store(out + i * Vec::width, total[i]);
+}
+
+template <class K>
+inline void weigh_rows(const K* const* rows, const float* weights, Size count, float* out,
+                       Size dim) {
+  Size at = 0;
+  const auto pass = [&](auto vectors) {
+    constexpr int N = decltype(vectors)::value;
+    for (; at + N * Vec::width <= dim; at += N * Vec::width)
+      weigh<K, N>(rows, at, weights, count, out + at);
+  };
+  pass(std::integral_constant<int, 8>());
+  pass(std::integral_constant<int, 2>());
+  pass(std::integral_constant<int, 1>());
+  if (const Size rest = dim - at) {
+    Vec total = load_partial(out + at, rest);
+    for (Size p = 0; p < count; ++p)
+      total = fma(broadcast(weights[p]), load_partial(rows[p] + at, rest), total);
+    store_partial(out + at, total, rest);
+  }
+}
+
 // One span of the numbered groups; their results go to part(group). K: of the cache, fp32 or bf16.
 template <class K, class Part>
 void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size group_count, Size first,
@@ -113,12 +180,10 @@ void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size grou
   const Size queries = a.heads / a.groups, dim = a.head_dim, size = last - first;
   Size at[kSpan];
   locate(a, row, first, last, at);
-  const auto fetch = [&](const K* cache, Size from) {
-    for (Size p = from; p < from + kTogether && p < size; ++p)
-      for (Size i = 0; i < dim; i += kLine / (Size)sizeof(K)) prefetch(cache + at[p] + i);
-  };
   const K* const all_keys = (const K*)a.keys;
   const K* const all_values = (const K*)a.values;
+  SpanFetch<K> ahead(all_keys, all_values, at, size, groups, group_count, dim);
+  ahead.next(kTogether * group_count);
   for (Size h = 0; h < queries; h += kMaxRows) {
     const Size count = queries - h < kMaxRows ? queries - h : kMaxRows;
     const float* q[kMaxRows];
@@ -131,8 +196,7 @@ void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size grou
     for (Size from = 0; from < size; from += kTogether)
       for (Size n = 0; n < group_count; ++n) {
         const K* keys = all_keys + groups[n] * dim;
-        fetch(keys, from + kTogether);
-        fetch(all_values + groups[n] * dim, from);
+        if (!h) ahead.next(kTogether);
         for (Size i = 0; i < count; ++i)
           q[i] = a.q + (row * a.heads + groups[n] * queries + h + i) * dim;
         const Size together = point(keys, from);
@@ -147,10 +211,11 @@ void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size grou
       }
     for (Size from = 0; from < size; from += kTogether)
       for (Size n = 0; n < group_count; ++n) {
+        if (!h) ahead.next(kTogether);
         const Size together = point(all_values + groups[n] * dim, from);
         for (Size i = 0; i < count; ++i)
-          sum_rows(stored, scores + (n * count + i) * kSpan + from, together, together,
-                   part(groups[n]) + (h + i) * (dim + 2) + 2, dim);
+          weigh_rows(stored, scores + (n * count + i) * kSpan + from, together,
+                     part(groups[n]) + (h + i) * (dim + 2) + 2, dim);
       }
   }
 }
@@ -174,12 +239,13 @@ void merge(const AttentionArgs& a, Size row, Size group, Size spans, const float
   }
 }
 
-// Groups an item: neighbours, but enough items for every thread.
-Size groups_together(const AttentionArgs& a, int threads) {
+// Groups an item: neighbours, but with so many spans in all enough items for every thread.
+Size groups_together(const AttentionArgs& a, Size spans, int threads) {
   const Size queries = a.heads / a.groups;
   const Size room = kScoreRows / (queries < kMaxRows ? queries : kMaxRows);
-  const Size fair = a.groups / (2 * threads);
-  return fair < 1 ? 1 : fair > room ? room : fair;
+  const Size fair = a.groups * spans / (kItems * threads);
+  const Size most = fair < room ? fair : room;
+  return most < 1 ? 1 : most > a.groups ? a.groups : most;
 }
 
 }  // namespace
@@ -195,7 +261,9 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
     return;
   }
   const Size queries = a.heads / a.groups, dim = a.head_dim, capacity = max_spans(a);
-  const Size together = groups_together(a, worker.threads());
+  Size spans = 0;
+  for (Size row = 0; row < a.rows; ++row) spans += extent_of(a, row).spans;
+  const Size together = groups_together(a, spans, worker.threads());
   const Size bundles = (a.groups + together - 1) / together;
   // An empty row still has its outputs to clear: one item a bundle.
   const auto items_of = [&](const Extent& e) { return bundles * (e.spans ? e.spans : 1); };
