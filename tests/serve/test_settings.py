@@ -82,6 +82,8 @@ def test_models_by_name(asked: list[Settings]) -> None:
         (("a", "--port", 70000), "port"),
         (("a", "--cache-memory", 0), "cache_memory"),
         (("--config", "nowhere.toml"), "nowhere.toml"),
+        (("a", "--replicas", 2), "go with ray"),
+        (("a", "--ray", "--replicas", 3, "--max-replicas", 2), "below replicas 3"),
     ],
 )
 def test_wrong_settings_are_named(

@@ -26,10 +26,8 @@ from dejavu.serve.metrics import Metrics
 from dejavu.serve.replica import Told
 
 _TOLD_SECONDS = 5.0  # that replicas get to tell of themselves
-_TRAVELS = frozenset(
-    "type asgi http_version method scheme path raw_path query_string root_path headers client "
-    "server".split()
-)
+_REQUEST = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+_ABOUT = ("root_path", "headers", "client", "server")
 
 
 class Answering(Protocol):
@@ -195,7 +193,7 @@ class _Labelled(Collector):
 
 def _plain(scope: Message) -> dict[str, Any]:
     """What of a scope can travel."""
-    return {key: scope[key] for key in _TRAVELS if key in scope}
+    return {key: scope[key] for key in (*_REQUEST, *_ABOUT) if key in scope}
 
 
 async def _left(receive: Receive) -> None:
