@@ -48,8 +48,8 @@ def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> froze
 
 def test_the_cheaper_side_is_chosen_layer_by_layer() -> None:
     whole = WholeLayers(lambda rows: Line(1.5), 100)
-    assert noted(whole, 8, [10, 90, 60, 100, -1], 3) == frozenset()  # nothing is known yet
-    assert noted(whole, 8, [10, 90, 60, 100, -1], 1) == {1, 3}
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 3) == frozenset()  # nothing is known yet
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 1) == {1, 3}
     assert whole.of(4) == frozenset()  # every bucket by itself
 
 
@@ -168,7 +168,7 @@ def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) 
     side = Side(model, selector, TorchOps(), 2)
     side.play()
     listed = selector.listed(2).tolist()
-    assert listed[0] == -1
+    assert listed[0] == 0
     assert 0 < listed[1] <= model.config.intermediate_size
 
 
@@ -185,7 +185,7 @@ def test_a_gpu_writes_the_same_text_with_layers_read_whole(
     for never in (False, True):
         if never:
             monkeypatch.setattr(WholeLayers, "of", lambda *_: frozenset())
-        engine = Engine(loaded, plan(loaded.model, {0: -1.0, 1: 4.0}, 0.5), max_batch=8)
+        engine = Engine(loaded, plan(loaded.model, {0: -2.0, 1: 4.0}, 0.5), max_batch=8)
         requests = [engine.add(prompt(3 + n, seed=n), params) for n in range(rows)]
         while engine.running or engine.waiting:
             engine.step()

@@ -18,7 +18,7 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import LoadedModel, load_model
 from dejavu.load_blocks import BlockReader, load_to_read
-from dejavu.models.base import Block, DecoderLM
+from dejavu.models.base import Batch, Block, DecoderLM
 from dejavu.sparsity.accounting import dense_bytes
 from dejavu.sparsity.measure import measure
 from dejavu.sparsity.measurement import MeasureOptions
@@ -179,8 +179,13 @@ def test_what_is_missing_for_one_block_is_said(paths: Callable[[str], Path]) -> 
 
 
 def test_it_does_not_decode(paths: Callable[[str], Path]) -> None:
+    loaded = streamed(paths("opt"))
     with pytest.raises(InputError, match="cannot decode"):
-        Engine(streamed(paths("opt")), max_batch=1)
+        Engine(loaded, max_batch=1)
+    with pytest.raises(InputError, match="whole texts only"):
+        loaded.model.forward(
+            Batch.prefill(prompt(3), [0]), loaded.model.new_cache(3), Dense(), TorchOps()
+        )
 
 
 def test_measured_sparsity_is_the_same(paths: Callable[[str], Path]) -> None:

@@ -67,10 +67,9 @@ class WholeLayers:
         return Layers() if found is None else found.chosen
 
     def note(self, rows: int, listed: NDArray[np.int64]) -> None:
-        """A step of a bucket listed so many neurons in each layer; -1 where nothing selects."""
+        """A step of a bucket listed so many neurons in each layer; 0 where nothing selects."""
         bucket = self._buckets.setdefault(rows, _Bucket(self._cost(rows)))
-        # A layer without a selection costs the same whatever is chosen, and is never chosen.
-        shares = np.where(listed < 0, 0.0, listed / self._neurons)
+        shares = listed / self._neurons
         bucket.steps += 1
         if bucket.shares is None:
             bucket.shares = shares

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dejavu.config import ModelConfig
+from dejavu.errors import InputError
 from dejavu.kernels.lazy import attend_lazily
 from dejavu.kernels.matrix import HALVES, Matrix
 from dejavu.kernels.ops import Activation, CacheView, Ops, Projection
@@ -172,7 +173,13 @@ class DecoderLM:
 
         Writes the rows' keys and values into the cache. For rope models the caller has called
         `prepare(longest length)` before (a recorded step replays the forward without Python).
+        Raises InputError for a streamed model, whose cache does not outlive a forward.
         """
+        if self.streamed:
+            raise InputError(
+                f"this model does not fit into the memory of {self.device}, and one that is read "
+                "block by block reads whole texts only; take a larger GPU, or run on --device cpu"
+            )
         (logits,) = self.together([self._pass(batch, cache, selector, ops)], len(batch.ids))
         return logits
 

@@ -76,7 +76,7 @@ class PlanSelector(MeteredSelector):
             self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
                 (site, layer)
             )
-        self._unlisted: Tensor | None = None
+        self._counts: dict[int, Tensor] = {}  # of all layers, so that they are added up at once
         self._brief = False
         self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
         self._counted: list[Callable[[], None]] = []
@@ -97,7 +97,7 @@ class PlanSelector(MeteredSelector):
     def fork(self) -> PlanSelector:
         """The same choices, counted together; selections are not kept for `last`."""
         other = copy(self)
-        other._buffers, other._started, other._counted = {}, {}, []
+        other._buffers, other._counts, other._started, other._counted = {}, {}, {}, []
         other._brief = True
         return other
 
@@ -153,24 +153,12 @@ class PlanSelector(MeteredSelector):
         return neurons, heads
 
     def listed(self, rows: int) -> Tensor:
-        """Neurons that the last step of so many rows listed, int64 `[layers]` on the device; -1
+        """Neurons that the last step of so many rows listed, int64 `[layers]` on the device; 0
         where no predictor chooses."""
-        keys = [(Site.NEURONS, layer) for layer in range(self._layers)]
-        choosing = [key for key in keys if key in self._biases]
-        if self._unlisted is None:
-            self._unlisted = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        if not choosing:
-            return self._unlisted.expand(self._layers)
-        sums = torch.stack([self._buffers[(*key, rows)].counts for key in choosing]).sum(dim=1)
-        if len(choosing) == self._layers:
-            return sums
-        places = {key: place for place, key in enumerate(choosing)}
-        return torch.cat(
-            [
-                sums[places[key] : places[key] + 1] if key in places else self._unlisted
-                for key in keys
-            ]
-        )
+        counts = self._counts.get(rows)
+        if counts is None:
+            return torch.zeros(self._layers, dtype=torch.int64, device=self._device)
+        return counts.sum(dim=1)
 
     def _target(self, key: Key, rows: int) -> Selection:
         """Where a step of so many rows puts its selection."""
@@ -194,10 +182,18 @@ class PlanSelector(MeteredSelector):
                 found = Selection.full(self._neurons, device=self._device)
             else:
                 found = Selection.empty(choice.predictor.entries, rows, device=self._device)
+                if site == Site.NEURONS:
+                    found = replace(found, counts=self._shared_counts(layer, rows, found.counts))
             if site == Site.NEURONS:
                 found = self.meter.watch(layer, found)
             self._buffers[site, layer, rows] = found
         return found
+
+    def _shared_counts(self, layer: int, rows: int, counts: Tensor) -> Tensor:
+        """A layer's place in the counts of all layers, for its own."""
+        if rows not in self._counts:
+            self._counts[rows] = counts.new_zeros(self._layers, len(counts))
+        return self._counts[rows][layer]
 
 
 def _point(site: Site, layer: int, distance: float = 0.0) -> int:
