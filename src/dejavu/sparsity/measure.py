@@ -11,7 +11,7 @@ arm is a bound; a selector that must choose on its own sparse trajectory is judg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -128,23 +128,37 @@ class _Experiment:
         for window, loss in zip(windows, dense, strict=True):
             self._record(window)
             choices = Choices(self._recorder, tested.histograms, importance)
-            for tally in self._tallies:
-                masks = choices.masks(tally.arm)
+            lossy: list[Tally] = []
+            replays = self._replays(choices, loss, lossy)
+            for number, value in enumerate(self._losses(window, replays)):
+                lossy[number].losses.append(value)
+
+    def _replays(self, choices: Choices, loss: float, lossy: list[Tally]) -> Iterator[Selector]:
+        """What plays each arm back, one made as it is asked for; the arms that it is of go to
+        `lossy`. loss: of the dense run."""
+        for tally in self._tallies:
+            masks = choices.masks(tally.arm)
+            if tally.add_masks(masks, self._recorder):
+                lossy.append(tally)
+                yield Replay(masks)
+            else:
                 # What is exactly zero adds exactly zero: such an arm is the dense run, bit for bit.
-                lossy = tally.add_masks(masks, self._recorder)
-                tally.losses.append(self._loss(window, Replay(masks)) if lossy else loss)
-                self._step(0 if lossy else 1)
+                tally.losses.append(loss)
+                self._step(1)
 
     def _record(self, window: Tensor) -> float:
         self._recorder.clear()
-        return self._loss(window, self._recorder)
+        (loss,) = self._losses(window, [self._recorder])
+        return loss
 
-    def _loss(self, window: Tensor, selector: Selector) -> float:
-        """Sum of the losses of a window's tokens, nats."""
-        cache = self._model.new_cache(len(window) - 1)
-        logits = self._model.logits(window[:-1], cache, selector, self._ops)
-        self._step(1)
-        return float(token_losses(logits, window[1:]).sum())
+    def _losses(self, window: Tensor, selectors: Iterable[Selector]) -> Iterator[float]:
+        """Sum of the losses of a window's tokens in nats, with each selector."""
+        rows = len(window) - 1
+        cache = self._model.new_cache(rows)
+        readings = (self._model.reading(window[:-1], cache, s, self._ops) for s in selectors)
+        for logits in self._model.together(readings, rows):
+            self._step(1)
+            yield float(token_losses(logits, window[1:]).sum())
 
     def _step(self, forwards: int) -> None:
         self._done += forwards

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,6 +126,16 @@ class ModelView(Protocol[Cache]):
         """A cache for one sequence of up to `tokens` tokens."""
         ...
 
-    def logits(self, ids: Tensor, cache: Cache, selector: Selector, ops: Ops) -> Tensor:
-        """ids int64 `[N]` of one sequence from its first token -> logits fp32 `[N, V]`."""
+    def reading(
+        self, ids: Tensor, cache: Cache, selector: Selector, ops: Ops
+    ) -> Generator[int, Any, Tensor]:
+        """ids int64 `[N]` of one sequence from its first token -> logits fp32 `[N, V]`, by way of
+        `together`."""
+        ...
+
+    def together(
+        self, readings: Iterable[Generator[int, Any, Tensor]], rows: int
+    ) -> Iterator[Tensor]:
+        """Logits of readings of up to `rows` tokens, in their order. A model that is larger than
+        its device reads a block once for as many as fit."""
         ...
