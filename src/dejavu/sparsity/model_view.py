@@ -126,11 +126,14 @@ class ModelView(Protocol[Cache]):
         """A cache for one sequence of up to `tokens` tokens."""
         ...
 
+    def logits(self, ids: Tensor, cache: Cache, selector: Selector, ops: Ops) -> Tensor:
+        """ids int64 `[N]` of one sequence from its first token -> logits fp32 `[N, V]`."""
+        ...
+
     def reading(
         self, ids: Tensor, cache: Cache, selector: Selector, ops: Ops
     ) -> Generator[int, Any, Tensor]:
-        """ids int64 `[N]` of one sequence from its first token -> logits fp32 `[N, V]`, by way of
-        `together`."""
+        """`logits`, for `together`."""
         ...
 
     def together(
