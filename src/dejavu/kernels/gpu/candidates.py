@@ -69,9 +69,10 @@ def sums(columns: int, batch: int) -> list[Config]:
         (128, 64, 1, 4), (64, 128, 1, 4), (16, 256, 1, 2), (32, 128, 1, 2), (32, 128, 3, 2),
     )  # fmt: skip
     if batch > 1:
+        # Loads of rows wait for those of their numbers, which takes half of the stages.
         cuts = (
             (32, 128, 3, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (32, 128, 4, 8),
-            (32, 128, 5, 4), (32, 256, 4, 4), (16, 256, 4, 4),
+            (32, 128, 7, 4), (64, 128, 7, 8), (32, 256, 4, 8), (16, 256, 4, 4),
         )  # fmt: skip
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     found = []
