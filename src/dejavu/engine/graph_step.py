@@ -294,7 +294,7 @@ class GraphStep:
         )
         logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         if self._whole is not None and isinstance(self._selector, PlanSelector):
-            self._listed.copy_(self._selector.listed(rows))
+            self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()
         lowest, highest = logits.aminmax(dim=1)
         # Infinite or NaN where any logit is: one comparison tells.

@@ -80,6 +80,7 @@ class PlanSelector(MeteredSelector):
         self._brief = False
         self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
         self._counted: list[Callable[[], None]] = []
+        self._held: list[dict[Key, Tensor]] = []  # what work ahead may still be reading
         self.predictor_bytes = sum(
             choice.predictor.nbytes for choice in choices.values() if choice.predictor is not None
         )
@@ -98,6 +99,7 @@ class PlanSelector(MeteredSelector):
         """The same choices, counted together; selections are not kept for `last`."""
         other = copy(self)
         other._buffers, other._counts, other._started, other._counted = {}, {}, {}, []
+        other._held = []
         other._brief = True
         return other
 
@@ -106,6 +108,7 @@ class PlanSelector(MeteredSelector):
             for wait in self._counted:
                 wait()
             self._counted.clear()
+            self._held.clear()
 
     def _start(self, now: Key, points: Points, ops: Ops) -> None:
         """Begin every selection that reads the point which `now` reads at distance 0.
@@ -118,7 +121,10 @@ class PlanSelector(MeteredSelector):
         x = points.source(*now)
         predictors = {key: p for key in keys if (p := self._choices[key].predictor) is not None}
 
+        # Made on one stream and read on another: freed at once, its memory would be the next
+        # kernel's output while a selection still reads it.
         hidden: dict[Key, Tensor] = {}
+        self._held.append(hidden)
 
         def choose(key: Key, selection: Selection) -> Selection:
             if key not in predictors:
@@ -152,13 +158,14 @@ class PlanSelector(MeteredSelector):
         )
         return neurons, heads
 
-    def listed(self, rows: int) -> Tensor:
-        """Neurons that the last step of so many rows listed, int64 `[layers]` on the device; 0
-        where no predictor chooses."""
+    def count_listed(self, rows: int, out: Tensor) -> None:
+        """out, int64 `[layers]` on the device: neurons that the last step of so many rows listed;
+        0 where no predictor chooses."""
         counts = self._counts.get(rows)
         if counts is None:
-            return torch.zeros(self._layers, dtype=torch.int64, device=self._device)
-        return counts.sum(dim=1)
+            out.zero_()
+        else:
+            torch.sum(counts, dim=1, dtype=torch.int64, out=out)
 
     def _target(self, key: Key, rows: int) -> Selection:
         """Where a step of so many rows puts its selection."""
