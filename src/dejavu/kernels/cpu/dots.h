@@ -174,12 +174,12 @@ struct Inputs {
   const float* row[kMaxRows];
   Digits digits[kMaxRows];  // for int8 only
 
-  static Size floats(Size rows, Size width) { return rows * digits_width(width); }
+  static Size floats(Size rows, Size width) { return rows * digits_floats(width); }
   Inputs(const float* x, Size rows, Size width, bool int8, float* scratch)
       : rows(rows), width(width) {
     for (Size r = 0; r < rows; ++r) {
       row[r] = x + r * width;
-      if (int8) digits[r] = digits_of(row[r], width, (int16_t*)(scratch + r * digits_width(width)));
+      if (int8) digits[r] = digits_of(row[r], width, (int16_t*)(scratch + r * digits_floats(width)));
     }
   }
 };

@@ -29,15 +29,27 @@ inline bool closes(Activation activation) {
          activation == Activation::fatrelu;
 }
 
+constexpr Size kDropped = 128;  // entries looked at in one go
+
 // Take out of `listed` (and of the values beside it) what is 0 for every row; what is left.
 Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size rows) {
   Size left = 0;
-  for (Size k = 0; k < count; ++k) {
-    bool any = false;
-    for (Size r = 0; r < rows; ++r) any = any || values[r * stride + k] != 0;
-    if (!any) continue;
-    for (Size r = 0; r < rows; ++r) values[r * stride + left] = values[r * stride + k];
-    listed[left++] = listed[k];
+  for (Size first = 0; first < count; first += kDropped) {
+    const Size size = count - first < kDropped ? count - first : kDropped;
+    uint8_t any[kDropped] = {};
+    for (Size r = 0; r < rows; ++r)
+      for (Size k = 0; k < size; ++k) any[k] |= values[r * stride + first + k] != 0;
+    Size end = left;
+    const auto close_up = [&](auto* row) {
+      end = left;
+      for (Size k = 0; k < size; ++k) {
+        row[end] = row[first + k];
+        end += any[k];
+      }
+    };
+    for (Size r = 0; r < rows; ++r) close_up(values + r * stride);
+    close_up(listed);
+    left = end;
   }
   return left;
 }

@@ -64,6 +64,42 @@ struct Quad {
   }
 }
 
+// acc[r][0..32) += `quads` quads times q[r], for R batch rows: the sums stay in registers.
+template <int R>
+[[gnu::always_inline]] inline void add_quads(const Quad* quad, Size quads, const int16_t* const* q,
+                                             int32_t* const* acc) {
+  __m256i total[R][4];
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) total[r][i] = _mm256_loadu_si256((const __m256i*)acc[r] + i);
+  for (Size k = 0; k < quads; ++k) {
+    __m256i first[R], second[R];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      int32_t pairs[2];
+      std::memcpy(pairs, q[r] + kSumRows * k, sizeof(pairs));
+      first[r] = _mm256_set1_epi32(pairs[0]);
+      second[r] = _mm256_set1_epi32(pairs[1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m256i a = quad[k].first[i], b = quad[k].second[i];
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        total[r][i] = _mm256_add_epi32(total[r][i], _mm256_madd_epi16(a, first[r]));
+        asm("" : "+x"(total[r][i]));
+        total[r][i] = _mm256_add_epi32(total[r][i], _mm256_madd_epi16(b, second[r]));
+        asm("" : "+x"(total[r][i]));
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) _mm256_storeu_si256((__m256i*)acc[r] + i, total[r][i]);
+}
+
 // 32 accumulators to fp32 in column order, in place.
 inline void settle(float* acc, float step) {
   __m256 v[4];
@@ -91,6 +127,11 @@ inline Quad interleave(const int8_t* const* w, Size at) {
 inline void add_quad(const Quad& quad, const int16_t* q, int32_t* acc) {
   for (int k = 0; k < 4; ++k)
     for (Size i = 0; i < kSumColumns; ++i) acc[i] += (int32_t)quad.row[k][i] * q[k];
+}
+template <int R>
+inline void add_quads(const Quad* quad, Size quads, const int16_t* const* q, int32_t* const* acc) {
+  for (int r = 0; r < R; ++r)
+    for (Size k = 0; k < quads; ++k) add_quad(quad[k], q[r] + kSumRows * k, acc[r]);
 }
 inline void settle(float* acc, float step) {
   int32_t whole[kSumColumns];

@@ -82,12 +82,15 @@ struct Partials {
   int32_t* filled;
   Size tiles, rows, width, stride;
 
+  // Rows' distance: some more than a width, which may be a power of two, or the same columns of 16
+  // rows fall into one set of the first cache.
+  static Size apart(Size width) { return padded(width) + kSumColumns; }
   static Size floats(Size tiles, Size rows, Size width) {
-    return tiles * rows * padded(width) + padded(tiles);
+    return tiles * rows * apart(width) + padded(tiles);
   }
   Partials(float* scratch, Size tiles, Size rows, Size width)
-      : data(scratch), filled((int32_t*)(scratch + tiles * rows * padded(width))), tiles(tiles),
-        rows(rows), width(width), stride(padded(width)) {}
+      : data(scratch), filled((int32_t*)(scratch + tiles * rows * apart(width))), tiles(tiles),
+        rows(rows), width(width), stride(apart(width)) {}
   float* tile(Size t) const { return data + t * rows * stride; }
 
   // Row r's sums at `at`, tiles in their order.

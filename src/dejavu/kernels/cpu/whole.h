@@ -31,6 +31,7 @@ inline Int16s widen(const int8_t* p) {
 inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, _mm512_loadu_si512(x)))};
 }
+inline void settle_order(Int32s& sum) { asm("" : "+v"(sum.v)); }
 inline Int16s load_whole(const int16_t* x) { return {_mm512_loadu_si512(x)}; }
 inline Int32s add_products(Int32s sum, Int16s w, Int16s x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, x.v))};
@@ -55,6 +56,7 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return {_mm256_add_epi32(
       sum.v, _mm256_madd_epi16(w.v, _mm256_loadu_si256((const __m256i*)x)))};
 }
+inline void settle_order(Int32s& sum) { asm("" : "+x"(sum.v)); }
 inline Int16s load_whole(const int16_t* x) {
   return {_mm256_loadu_si256((const __m256i*)x)};
 }
@@ -89,6 +91,7 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
     sum.v[i] += (int32_t)w.v[2 * i] * x[2 * i] + (int32_t)w.v[2 * i + 1] * x[2 * i + 1];
   return sum;
 }
+inline void settle_order(Int32s&) {}
 inline Int16s load_whole(const int16_t* x) {
   Int16s v;
   std::memcpy(v.v, x, sizeof(v.v));
@@ -99,8 +102,8 @@ inline double total(Int32s sum) { return sum.v[0] + sum.v[1] + sum.v[2] + sum.v[
 
 #endif
 
-// Four sums times a power of two, rounded once.
-inline void store_totals(const Int32s (&sum)[4], double step, float* out) {
+// Four sums times powers of two, rounded once.
+inline void store_totals(const Int32s* sum, const double (&step)[4], float* out) {
 #if defined(__AVX2__)
   const auto halves = [](Int32s a) {
 #if defined(__AVX512F__)
@@ -113,9 +116,9 @@ inline void store_totals(const Int32s (&sum)[4], double step, float* out) {
                                           _mm256_hadd_epi32(halves(sum[2]), halves(sum[3])));
   const __m128i four =
       _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-  _mm_storeu_ps(out, _mm_mul_ps(_mm_cvtepi32_ps(four), _mm_set1_ps((float)step)));
+  _mm_storeu_ps(out, _mm_mul_ps(_mm_cvtepi32_ps(four), _mm256_cvtpd_ps(_mm256_loadu_pd(step))));
 #else
-  for (int j = 0; j < 4; ++j) out[j] = (float)(total(sum[j]) * step);
+  for (int j = 0; j < 4; ++j) out[j] = (float)(total(sum[j]) * step[j]);
 #endif
 }
 
@@ -130,6 +133,13 @@ struct Digits {
 };
 
 inline Size digits_width(Size width) { return (width + 63) / 64 * 64; }
+
+// Floats of room for a row's numbers and steps: whole lines, and no more than that, for 16 rows of
+// 512 at twice the distance would share half of the first cache's sets.
+inline Size digits_floats(Size width) {
+  const Size steps = (width + kWholeBlock - 1) / kWholeBlock;
+  return digits_width(width) / 2 + (steps + 7) / 8 * 16;
+}
 
 // The largest magnitude among some numbers, and whether none of them is NaN or infinite.
 struct Peak {
@@ -162,9 +172,9 @@ inline double power_of_two(int exponent) {
   return value;
 }
 
-// x[0..width) in digits; `out` has room for twice digits_width(width) 16-bit numbers.
+// x[0..width) in digits; `out` has room for digits_floats(width).
 DEJAVU_LOOP Digits digits_of(const float* x, Size width, int16_t* out) {
-  double* steps = (double*)(out + digits_width(width));  // at most a double for 64 numbers
+  double* steps = (double*)(out + digits_width(width));
   for (Size start = 0; start < width; start += kWholeBlock) {
     const Size end = start + kWholeBlock < width ? start + kWholeBlock : width;
     const Peak peak = peak_of(x + start, end - start);
@@ -197,10 +207,14 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
       for (int j = 0; j < J; ++j) part[r][j] = no_sum();
     const auto step = [&](const Int16s(&stored)[J], Size at) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
+        const Int16s input = load_whole(x[r].whole + at);
 #pragma GCC unroll 4
-        for (int j = 0; j < J; ++j)
-          part[r][j] = add_products(part[r][j], stored[j], x[r].whole + at);
+        for (int j = 0; j < J; ++j) {
+          part[r][j] = add_products(part[r][j], stored[j], input);
+          if (R > 1) settle_order(part[r][j]);
+        }
+      }
     };
     const Size end = start + kWholeBlock < lines ? start + kWholeBlock : lines;
     for (; i < end; i += 64) {
@@ -227,8 +241,18 @@ DEJAVU_LOOP void whole_dot(const int8_t* const* w, const int8_t* const* next, co
       }
       step(stored, i);
     }
-    if constexpr (R == 1 && J == 4) {
-      if (width <= kWholeBlock) return store_totals(part[0], x[0].steps[0], out);
+    if constexpr (R * J % 4 == 0) {
+      if (width <= kWholeBlock) {
+#pragma GCC unroll 2
+        for (int k = 0; k < R * J; k += 4) {
+          double steps[4];
+          for (int i = 0; i < 4; ++i) steps[i] = x[(k + i) / J].steps[0];
+          float totals[4];
+          store_totals(&part[0][0] + k, steps, totals);
+          for (int i = 0; i < 4; ++i) out[(k + i) / J * row_stride + (k + i) % J] = totals[i];
+        }
+        return;
+      }
     }
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < J; ++j)
@@ -245,6 +269,7 @@ DEJAVU_LOOP void narrow_dots(const int8_t* w, Size count, const Digits& x, float
   constexpr Size kWidth = N * Int16s::width;
   Int16s input[N];
   for (int i = 0; i < N; ++i) input[i] = load_whole(x.whole + i * Int16s::width);
+  const double steps[4] = {x.steps[0], x.steps[0], x.steps[0], x.steps[0]};
   const auto dot = [&](const int8_t* row) __attribute__((always_inline)) {
     Int32s sum = no_sum();
 #pragma GCC unroll 8
@@ -257,7 +282,7 @@ DEJAVU_LOOP void narrow_dots(const int8_t* w, Size count, const Digits& x, float
 #pragma GCC unroll 8
     for (Size line = 0; line < 4 * kWidth; line += kLine) prefetch(w + kAheadBytes + line);
     const Int32s sums[4] = {dot(w), dot(w + kWidth), dot(w + 2 * kWidth), dot(w + 3 * kWidth)};
-    store_totals(sums, x.steps[0], out + j);
+    store_totals(sums, steps, out + j);
   }
   for (; j < count; ++j, w += kWidth) out[j] = (float)(total(dot(w)) * x.steps[0]);
 }
