@@ -23,6 +23,9 @@ def tune(
     batches: Annotated[
         str, typer.Option("--batches", help="Rows of the steps to tune for; above 1 share one cut.")
     ] = "1,8",
+    only: Annotated[
+        str, typer.Option("--only", help="Kernels with this in their key, e.g. up-listed/n.")
+    ] = "",
     device: Annotated[str, typer.Option("--device", help="cuda or cuda:N.")] = "cuda",
     json_file: options.Json = None,
 ) -> None:
@@ -89,7 +92,7 @@ def tune(
 
         try:
             for batch in rows:
-                tune(asked, target, WEIGHT_DTYPES[dtype], batch=batch, progress=keep)
+                tune(asked, target, WEIGHT_DTYPES[dtype], batch=batch, only=only, progress=keep)
             ops = TritonOps(target, WEIGHT_DTYPES[dtype])
             measure_costs(asked, ops, WEIGHT_DTYPES[dtype], progress=keep_cost)
         except KeyboardInterrupt:

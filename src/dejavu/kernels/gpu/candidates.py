@@ -17,6 +17,7 @@ def project(batch: int) -> list[Config]:
             for block, width, stages, warps in (
                 (64, 128, 3, 4), (32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (16, 128, 4, 4),
                 (16, 256, 4, 4), (32, 256, 3, 4), (64, 128, 4, 8), (128, 128, 3, 8),
+                (64, 128, 4, 4), (64, 128, 5, 4), (128, 64, 5, 8),
             )
         ]  # fmt: skip
     return [
@@ -39,19 +40,19 @@ def select(batch: int) -> list[Config]:
 
 def up(batch: int, listed: bool) -> list[Config]:
     """Of the first half of the MLP."""
+    if not listed:
+        return [c for c in project(batch) if c.block > 1]
     if batch > 1:
         # Every program reads the inputs of all rows, so few programs with many stored rows each
         # may beat many with few.
         return [
             Config(block, width, stages, warps, parts)
             for block, width, stages, warps in (
-                (16, 128, 3, 4), (16, 256, 4, 4), (32, 128, 4, 4), (64, 128, 3, 4), (32, 256, 3, 4),
-                (32, 256, 4, 8), (64, 256, 3, 8), (32, 128, 6, 4),
+                (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 4, 8), (32, 128, 6, 4), (64, 128, 3, 4),
+                (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 4, 8), (64, 256, 3, 8), (64, 64, 7, 4),
             )
-            for parts in ((1, 2, 4) if listed else (1,))
+            for parts in (1, 2, 4)
         ]  # fmt: skip
-    if not listed:
-        return [c for c in project(1) if c.block > 1]
     return [
         Config(block, width, stages, warps, parts)
         for block, width, stages, warps in (
@@ -71,8 +72,8 @@ def sums(columns: int, batch: int) -> list[Config]:
     if batch > 1:
         # Loads of rows wait for those of their numbers, which takes half of the stages.
         cuts = (
-            (32, 128, 3, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (32, 128, 4, 8),
-            (32, 128, 7, 4), (64, 128, 7, 8), (32, 256, 4, 8), (16, 256, 4, 4),
+            (32, 128, 3, 4), (32, 256, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (64, 64, 5, 4),
+            (32, 128, 5, 4), (32, 128, 7, 4), (64, 128, 7, 8), (32, 256, 4, 8), (16, 256, 4, 4),
         )  # fmt: skip
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     found = []

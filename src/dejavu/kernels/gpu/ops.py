@@ -23,6 +23,8 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, Projection
 from dejavu.kernels.selection import Selection
 
+_TALLIED, _TALLIERS = 4096, 32  # bytes of a mask that a program counts at once; programs at most
+
 
 class TritonOps(HeadOps):
     """See `kernels.ops.Ops` for the contract.
@@ -142,10 +144,12 @@ class TritonOps(HeadOps):
         self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
     ) -> None:
         tiles = selection.indices.shape[0]
+        places = 0 if selection.mask is None else selection.mask.numel()
+        programs = max(1, min(_TALLIERS, -(-places // _TALLIED)))
         self._launch(
-            tally_kernel, (1,), selection.counts, selection.mask, counter, live, tiles, rows,
-            selection.entries, WHOLE=selection.read_all, TILES=power_of_two(tiles), WIDTH=4096,
-            num_warps=4,
+            tally_kernel, (programs,), selection.counts, selection.mask, counter, live, tiles, rows,
+            selection.entries, WHOLE=selection.read_all, TILES=power_of_two(tiles),
+            WIDTH=_TALLIED, num_warps=4,
         )  # fmt: skip
 
     def _norm(

@@ -167,6 +167,11 @@ def up_kernel(
             neuron = program * BLOCK + slots
             held = neuron < neurons
         row = neuron.to(tl.int64)
+        written = held[:, None] & (n[None, :] < rows)
+        if mask is not None:  # asked for before the long loop, there when it ends
+            used = tl.load(
+                mask + n[None, :].to(tl.int64) * neurons + neuron[:, None], mask=written, other=0
+            )
         a = dots(x, up, row, held, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
         if up_scale is not None:
             a *= tl.load(up_scale + neuron, mask=held, other=0.0)[:, None]
@@ -181,11 +186,7 @@ def up_kernel(
             a = activate(g, threshold, ACTIVATION) * a
         else:
             a = activate(a, threshold, ACTIVATION)
-        written = held[:, None] & (n[None, :] < rows)
         if mask is not None:
-            used = tl.load(
-                mask + n[None, :].to(tl.int64) * neurons + neuron[:, None], mask=written, other=0
-            )
             a = tl.where(used != 0, a, 0.0)
         if LISTED:
             place = tl.sum(tl.where(t < tile, others, 0), axis=0) + slot

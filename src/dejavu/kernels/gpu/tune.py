@@ -76,10 +76,12 @@ def tune(
     dtype: torch.dtype,
     *,
     batch: int = 1,
+    only: str = "",
     progress: Callable[[str, Config, float], None] | None = None,
 ) -> dict[str, Config]:
     """The fastest candidate for every kernel of a decode step of `batch` rows.
 
+    only: those with this in their key.
     progress gets each key as soon as it is measured, with what was chosen for it and the
     microseconds of one call: what it keeps survives an interruption.
     """
@@ -87,7 +89,7 @@ def tune(
     processors = Tuning.of(device).processors
     with on(device):
         for trial in _trials(shape, device, dtype, batch):
-            if trial.key in found:
+            if trial.key in found or only not in trial.key:
                 continue
             times = []
             for config in trial.candidates:
