@@ -15,7 +15,7 @@ from truth import (
 )
 
 from dejavu.errors import BackendError, InputError
-from dejavu.kernels.channels import Stacked, channel_ops
+from dejavu.kernels.channels import WHOLE, Stacked, channel_ops
 from dejavu.kernels.native import NativeOps, available_isas
 from dejavu.kernels.ops import Activation
 from dejavu.kernels.reference import TorchOps
@@ -63,6 +63,17 @@ def test_channels_not_below_their_floor(ops, rows, channels):
     assert counter.tolist() == [10 + 2 * read, 20 + 2 * used, 30 + 2 * rows]
     channel_ops(ops).choose(x, floors + 10, counter, out)  # a list made before leaves nothing
     check(out, torch.zeros(rows, channels, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_first_tokens_of_a_text_keep_everything(ops, rows):
+    x, floors = torch.zeros(rows, 40), torch.ones(40)
+    places = torch.tensor([WHOLE, WHOLE - 1, 0])[:rows]
+    counter = torch.zeros(3, dtype=torch.int64)
+    chosen = channel_ops(ops).choose(x, floors, counter, None, places)
+    kept = (places < WHOLE)[:, None].expand(rows, 40)
+    check(chosen, kept)
+    assert counter.tolist() == [40 * (rows > 1), int(kept.sum()), rows]
 
 
 def test_a_value_that_is_not_a_number_is_kept(ops):

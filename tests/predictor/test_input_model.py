@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dejavu.kernels.channels import WHOLE
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import load_model
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import blocks_for
 from dejavu.sparsity.inputs import ByInput, InputSelector, InputSite
+from dejavu.sparsity.policy import Points
 from models.decoding import Eager, Recorded, Stepper
 from models.tiny import Case, Tiny, build, difference, prompt, reference_logits
 
@@ -77,7 +79,9 @@ def sparse_logits(
     hooks = []
 
     def zero(floor: Tensor, _: Any, args: Any) -> Any:
-        return (args[0] * (args[0].abs() >= floor), *args[1:])
+        kept = args[0].abs() >= floor
+        kept[:, :WHOLE] = True
+        return (args[0] * kept, *args[1:])
 
     for layer, wanted in zip(reference.model.layers, thresholds, strict=True):
         for site, linears in projections(layer).items():
@@ -159,13 +163,14 @@ def decode(
 def test_nothing_that_was_not_computed_gets_out(tiny: Tiny) -> None:
     """A channel below its floor for all rows may hold anything."""
     model = load_model(tiny.path).model
-    block = model.weights.blocks[0]
-    thresholds = [{InputSite.GATE_UP: 1e30}, {}]
-    selector = InputSelector(model, thresholds)
-    ByInput.of(block).gate_up.weight.data.fill_(float("nan"))
-    with torch.inference_mode():
-        (logits,) = decode(model, [prompt(5)], selector, Eager(NativeOps(1)))
-    assert logits.isfinite().all()
+    selector = InputSelector(model, [{InputSite.GATE_UP: 1e30}, {}])
+    reader = selector.inputs(0)
+    assert reader is not None
+    ByInput.of(model.weights.blocks[0]).gate_up.weight.data.fill_(float("nan"))
+    x = torch.randn(2, model.config.hidden_size)
+    for places, finite in (([WHOLE, 99], [True, True]), ([WHOLE - 1, 99], [False, True])):
+        y = reader.mlp(x, x, Points(torch.tensor(places)), NativeOps(1))
+        assert y.isfinite().all(dim=1).tolist() == finite
 
 
 def test_what_is_copied_is_shared(tmp_path: Path) -> None:

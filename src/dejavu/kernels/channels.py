@@ -20,6 +20,10 @@ from dejavu.kernels.ops import Activation, Ops
 from dejavu.kernels.reference import TorchOps, activate
 from dejavu.kernels.selection import Selection, tile_size
 
+# Attention puts a large part of its weight on the first tokens of a text, whatever they are
+# (Xiao et al., arXiv 2309.17453): an error there reaches every token behind them.
+WHOLE = 4  # tokens
+
 
 class Stacked(NamedTuple):
     """Projections of one input, stored by input channel: `[in, sum of widths]`, side by side.
@@ -36,10 +40,16 @@ class ChannelOps(Protocol):
     """N rows, D input channels; activations are fp32."""
 
     def choose(
-        self, x: Tensor, floors: Tensor, counter: Tensor, out: Selection | None
+        self,
+        x: Tensor,
+        floors: Tensor,
+        counter: Tensor,
+        out: Selection | None,
+        positions: Tensor | None = None,
     ) -> Selection:
         """Channels of `x` `[N, D]` whose magnitude is not below `floors` fp32 `[D]` (NaN is kept).
 
+        positions: int64 `[N]`, places of the rows in their texts; those before `WHOLE` keep all.
         counter: int64 `[3]` += (channels read, channels used summed over rows, rows). out: buffers
         to fill; default: new ones.
         """
@@ -73,9 +83,17 @@ class _Torch:
         self._ops = ops
 
     def choose(
-        self, x: Tensor, floors: Tensor, counter: Tensor, out: Selection | None
+        self,
+        x: Tensor,
+        floors: Tensor,
+        counter: Tensor,
+        out: Selection | None,
+        positions: Tensor | None = None,
     ) -> Selection:
-        chosen = Selection.from_mask(~(x.abs() < floors))
+        small = x.abs() < floors
+        if positions is not None:
+            small &= positions[:, None] >= WHOLE
+        chosen = Selection.from_mask(~small)
         self._ops.tally(chosen, len(x), counter)
         if out is not None:
             out.indices.copy_(chosen.indices)
@@ -102,7 +120,12 @@ class _Native:
         self._ops = ops
 
     def choose(
-        self, x: Tensor, floors: Tensor, counter: Tensor, out: Selection | None
+        self,
+        x: Tensor,
+        floors: Tensor,
+        counter: Tensor,
+        out: Selection | None,
+        positions: Tensor | None = None,
     ) -> Selection:
         ops = self._ops
         rows, width = ops._rows("x", x), x.shape[-1]
@@ -111,8 +134,16 @@ class _Native:
         require(counter.is_contiguous(), "counter must be contiguous: it is added to in place")
         counter = ops._input("counter", counter, 3, dtype=torch.int64)
         out, chosen = ops._chosen(width, rows, out)
+        if positions is not None:
+            positions = ops._input("positions", positions, rows, dtype=torch.int64)
         fault = ops._recorder.choose(
-            x.data_ptr(), rows, floors.data_ptr(), chosen, counter.data_ptr()
+            x.data_ptr(),
+            rows,
+            floors.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
+            WHOLE,
+            chosen,
+            counter.data_ptr(),
         )
         ops._done(fault, chosen, out)
         return out

@@ -186,7 +186,7 @@ class DecoderLM:
     def _pass(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Pass[Tensor]:
         """`forward`, asking for its blocks."""
         hidden = self._embed(batch, ops)
-        points = Points(brief=self.streamed)
+        points = Points(batch.positions, brief=self.streamed)
         depth = self.config.num_hidden_layers
         for layer in range(depth):
             block = yield layer
@@ -284,11 +284,11 @@ class DecoderLM:
                 selection=groups,
             )
         else:
-            heads = self._heads(x, w, groups, inputs, batch, view, scale, window, ops)
+            heads = self._heads(x, w, groups, inputs, points, batch, view, scale, window, ops)
         selector.observe(Stage.HEAD_OUTPUTS, layer, heads)
         flat = heads.flatten(1)
         if inputs is not None:
-            hidden = inputs.o(flat, hidden, ops)
+            hidden = inputs.o(flat, hidden, points, ops)
         else:
             hidden = ops.combine(flat, w.o.weight, w.o.bias, groups, residual=hidden)
         return hidden if c.pre_norm else self._norm(hidden, block.attention_norm, ops)
@@ -299,6 +299,7 @@ class DecoderLM:
         w: Attention,
         groups: Selection | None,
         inputs: InputReader | None,
+        points: Points,
         batch: Batch,
         view: CacheView,
         scale: float,
@@ -308,7 +309,7 @@ class DecoderLM:
         """Outputs of the heads, `[N, H, d]`; keys and values of all enter the cache."""
         c = self.config
         if inputs is not None:
-            q, k, v = inputs.qkv(x, ops)
+            q, k, v = inputs.qkv(x, points, ops)
         else:
             q, k, v = ops.linear(
                 x,
@@ -344,7 +345,7 @@ class DecoderLM:
         inputs = selector.inputs(layer)
         neurons = selector.select(Site.NEURONS, layer, points, ops)
         if inputs is not None:
-            hidden = inputs.mlp(x, hidden, ops)
+            hidden = inputs.mlp(x, hidden, points, ops)
         else:
             hidden = ops.mlp(
                 x,

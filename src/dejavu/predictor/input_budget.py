@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu.kernels.channels import WHOLE
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
@@ -24,12 +25,14 @@ from dejavu.models.base import DecoderLM
 from dejavu.sparsity.accounting import input_parts
 from dejavu.sparsity.inputs import ByInput, InputMeter, InputSite, LayerInputs, Thresholds
 from dejavu.sparsity.losses import Mean
-from dejavu.sparsity.policy import Selector
+from dejavu.sparsity.policy import Points, Selector
 
 GRID = tuple(n / 20 for n in range(1, 18))  # sparsities that a site may get: 5 to 85 %
 _SCORED_ROWS = 64  # tokens of a window whose scores the thresholds come from
 _TRIALS = 7
-_CLOSE = 0.95  # of the allowed loss: near enough to stop searching
+_FIRST_TRIAL = 0.25  # sparsity
+_STEEPNESS = 4.0  # power of the sparsity with which the loss grows, about
+_CLOSE = 0.9  # of the allowed loss: near enough to stop searching
 
 Place = tuple[int, InputSite]
 Tick = Callable[[int, int], None]  # windows done, windows in all
@@ -81,12 +84,12 @@ class _Watched(LayerInputs):
         super().__init__(matrices, {}, model.activation, InputMeter(1), 0)
         self._watch = watch
 
-    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+    def qkv(self, x: Tensor, points: Points, ops: Ops) -> list[Tensor]:
         if torch.is_grad_enabled() and not x.requires_grad:  # gradients begin with the first block
             x = x.detach().requires_grad_()
-        return super().qkv(x, ops)
+        return super().qkv(x, points, ops)
 
-    def choose(self, site: InputSite, x: Tensor, ops: Ops) -> Selection | None:
+    def choose(self, site: InputSite, x: Tensor, points: Points, ops: Ops) -> Selection | None:
         self._watch(site, x)
         return None
 
@@ -130,7 +133,7 @@ def input_curves(
             with torch.no_grad():
                 bins = torch.bucketize((x * norms[place]).abs(), levels[place], right=True)
                 parts = x.new_zeros(len(x), len(GRID) + 1).scatter_add_(1, bins, x * gradient)
-                left_out = parts.double().cumsum(dim=1)[:, : len(GRID)]
+                left_out = parts[WHOLE:].double().cumsum(dim=1)[:, : len(GRID)]
                 damage[place] += left_out.square().sum(dim=0) / 2
 
         x.register_hook(count)  # type: ignore[no-untyped-call]
@@ -161,7 +164,8 @@ def _scores(model: DecoderLM, windows: Tensor, weighted: bool) -> dict[Place, Te
     found: dict[Place, list[Tensor]] = {}
 
     def watch(place: Place, x: Tensor) -> None:
-        found.setdefault(place, []).append(x[:: max(1, len(x) // _SCORED_ROWS)].abs())
+        rows = x[WHOLE:] if len(x) > WHOLE else x
+        found.setdefault(place, []).append(rows[:: max(1, len(rows) // _SCORED_ROWS)].abs())
 
     watcher = _Watcher(model, watch)
     norms = watcher.norms() if weighted else _ones(watcher.norms())
@@ -211,44 +215,47 @@ def price_for_sparsity(curves: Curves, sparsity: float) -> float:
     return high
 
 
-def price_for_loss(curves: Curves, max_loss: float, measure: Measure) -> tuple[float, Mean] | None:
+def price_for_loss(
+    curves: Curves,
+    max_loss: float,
+    measure: Measure,
+    known: tuple[float, Mean] | None = None,
+) -> tuple[float, Mean] | None:
     """The highest price found whose measured loss, one standard error added, is allowed.
 
-    max_loss: relative rise of perplexity. None where no price is.
+    max_loss: relative rise of perplexity. known: a price and its measured loss, to start from.
+    None where no price is allowed.
     """
     allowed = math.log1p(max_loss)
-    low, high = _bounds(curves)
+    low, high = 0.0, GRID[-1]  # sparsities
+    sparsity = _FIRST_TRIAL
+    if known is not None:
+        sparsity = _guess(planned_sparsity(curves, known[0]), _bound(known[1]), allowed)
     best = None
-    ratio = 1.0  # of measured loss over predicted damage, as last seen
     for _ in range(_TRIALS):
-        price = _price_for_nats(curves, 0.98 * allowed / ratio)
-        if not low < price < high:
-            price = math.sqrt(low * high)
+        price = price_for_sparsity(curves, sparsity if low < sparsity < high else (low + high) / 2)
+        sparsity = planned_sparsity(curves, price)
+        if not low < sparsity < high:
+            break  # prices that lie so close together leave out the same
         loss = measure(priced_thresholds(curves, price))
-        bound = loss.value + (loss.error or 0.0)
-        ratio = max(bound, 0.05 * allowed) / max(_nats(curves, price), 1e-12)
+        bound = _bound(loss)
         if bound <= allowed:
-            best, low = (price, loss), price
+            best, low = (price, loss), sparsity
             if bound >= _CLOSE * allowed:
                 break
         else:
-            high = price
-        if high / low < 1.02:
-            break
+            high = sparsity
+        sparsity = _guess(sparsity, bound, allowed)
     return best
 
 
-def _nats(curves: Curves, price: float) -> float:
-    found = ((curve, curve.best(price)) for curve in curves.values())
-    return sum(curve.nats[number] for curve, number in found if number is not None)
+def _guess(sparsity: float, bound: float, allowed: float) -> float:
+    """The sparsity at which a loss that grows as a power of it is as allowed."""
+    return sparsity * (allowed / max(bound, 0.2 * allowed)) ** (1 / _STEEPNESS)
 
 
-def _price_for_nats(curves: Curves, nats: float) -> float:
-    low, high = _bounds(curves)
-    while high / low > 1.01:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if _nats(curves, middle) <= nats else (low, middle)
-    return low
+def _bound(loss: Mean) -> float:
+    return loss.value + (loss.error or 0.0)
 
 
 def _bounds(curves: Curves) -> tuple[float, float]:

@@ -41,8 +41,8 @@ from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
 from dejavu.sparsity.losses import Mean, block_mean
 from dejavu.sparsity.policy import Dense, Selector
 
-_CURVE_TOKENS = 4096  # more change a threshold by less than the grid of sparsities
-_MEASURED_TOKENS = 8192  # of held-out text, for each price tried
+_CURVE_TOKENS = 2048  # more change a threshold by less than the grid of sparsities
+_MEASURED_TOKENS = 4096  # of held-out text, for each price tried
 _WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
 
 
@@ -84,8 +84,9 @@ def prepare_inputs(
     layers = wide.config.num_hidden_layers
     dense = (LayerPolicy(),) * layers
     levels = {EXACT: Level(0.0, dense, dense, text.report(None, Mean(0.0, 0.0), ()))}
+    found = None
     for level, loss in ((DEFAULT_LEVEL, options.max_loss), (FAST, options.fast_loss)):
-        found = price_for_loss(curves, loss, text.rise)
+        found = price_for_loss(curves, loss, text.rise, found)
         price, rise = found or (None, Mean(0.0, 0.0))
         thresholds = () if price is None else tuple(priced_thresholds(curves, price))
         report = text.report(price, rise, thresholds)

@@ -24,6 +24,7 @@ from dejavu.kernels.selection import Selection
 from dejavu.sparsity.accounting import LayerReads
 from dejavu.sparsity.meter import Meter, MeteredSelector
 from dejavu.sparsity.model_view import AffineView, BlockView, Cache, ModelView
+from dejavu.sparsity.policy import Points
 
 
 class InputSite(StrEnum):
@@ -170,37 +171,40 @@ class LayerInputs:
         self._floors, self._meter, self._layer = floors, meter, layer
         self._buffers: dict[tuple[InputSite, int], Selection] = {}
 
-    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+    def qkv(self, x: Tensor, points: Points, ops: Ops) -> list[Tensor]:
         """q, k, v of the attention's input fp32 `[N, D]`."""
-        chosen = self.choose(InputSite.QKV, x, ops)
+        chosen = self.choose(InputSite.QKV, x, points, ops)
         return channel_ops(ops).project(x, self.matrices.qkv, chosen)
 
-    def o(self, heads: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+    def o(self, heads: Tensor, residual: Tensor, points: Points, ops: Ops) -> Tensor:
         """residual + output projection of the heads' outputs fp32 `[N, H * d]`."""
-        return self._combine(InputSite.O, heads, residual, ops)
+        return self._combine(InputSite.O, heads, residual, points, ops)
 
-    def mlp(self, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+    def mlp(self, x: Tensor, residual: Tensor, points: Points, ops: Ops) -> Tensor:
         """residual + MLP of its input fp32 `[N, D]`."""
-        chosen = self.choose(InputSite.GATE_UP, x, ops)
+        chosen = self.choose(InputSite.GATE_UP, x, points, ops)
         neurons = channel_ops(ops).gated(x, self.matrices.gate_up, self._activation, chosen)
-        return self._combine(InputSite.DOWN, neurons, residual, ops)
+        return self._combine(InputSite.DOWN, neurons, residual, points, ops)
 
-    def choose(self, site: InputSite, x: Tensor, ops: Ops) -> Selection | None:
-        """The channels of a site's input that are read; None: all."""
+    def choose(self, site: InputSite, x: Tensor, points: Points, ops: Ops) -> Selection | None:
+        """The channels of a site's input that are read; None: all. The first tokens of a text read
+        all, see `channels.WHOLE`."""
         floors = self._floors.get(site)
         if floors is None:
             return None
         rows, counter = len(x), self._meter.channels[self._layer, _INDEX[site]]
         self._meter.rows = rows
         if rows > MAX_ROWS:  # a prompt: nothing to replay
-            return channel_ops(ops).choose(x, floors, counter, None)
+            return channel_ops(ops).choose(x, floors, counter, None, points.positions)
         out = self._buffers.get((site, rows))
         if out is None:
             out = self._buffers[site, rows] = Selection.empty(len(floors), rows, device=x.device)
-        return channel_ops(ops).choose(x, floors, counter, out)
+        return channel_ops(ops).choose(x, floors, counter, out, points.positions)
 
-    def _combine(self, site: InputSite, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        chosen, stacked = self.choose(site, x, ops), self.matrices.at(site)
+    def _combine(
+        self, site: InputSite, x: Tensor, residual: Tensor, points: Points, ops: Ops
+    ) -> Tensor:
+        chosen, stacked = self.choose(site, x, points, ops), self.matrices.at(site)
         return ops.combine(x, stacked.weight, stacked.bias, chosen, residual)
 
 

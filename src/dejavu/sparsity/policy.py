@@ -42,9 +42,10 @@ class Points:
 
     REACH = 3  # inputs that a distance of 1 reaches over, the site's own included
 
-    def __init__(self, *, brief: bool = False) -> None:
-        """brief: let go of inputs that no distance reaches any more. (Not where work ahead may
-        still be reading them on a GPU.)"""
+    def __init__(self, positions: Tensor | None = None, *, brief: bool = False) -> None:
+        """positions: int64 `[N]`, places of the rows in their texts. brief: let go of inputs that
+        no distance reaches any more. (Not where work ahead may still be reading them on a GPU.)"""
+        self.positions = positions
         self._inputs: list[Tensor | None] = []
         self._brief = brief
 
@@ -67,15 +68,15 @@ class InputReader(Protocol):
     """How one block reads its projections where a selector skips input channels; it stands in for
     the block's dense projections, and nothing is selected at the sites of `Site` then."""
 
-    def qkv(self, x: Tensor, ops: Ops) -> list[Tensor]:
+    def qkv(self, x: Tensor, points: Points, ops: Ops) -> list[Tensor]:
         """q, k, v of the attention's input fp32 `[N, D]`."""
         ...
 
-    def o(self, heads: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+    def o(self, heads: Tensor, residual: Tensor, points: Points, ops: Ops) -> Tensor:
         """residual + output projection of the heads' outputs fp32 `[N, H * d]`."""
         ...
 
-    def mlp(self, x: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+    def mlp(self, x: Tensor, residual: Tensor, points: Points, ops: Ops) -> Tensor:
         """residual + MLP of its input fp32 `[N, D]`."""
         ...
 

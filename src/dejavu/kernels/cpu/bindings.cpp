@@ -235,10 +235,11 @@ NB_MODULE(_native, m) {
                               {&selection, rows, at<int64_t>(counter)});
            })
       .def("choose",
-           [](Recorder& self, Address x, Size rows, Address floors, const Selection& out,
-              Address counter) {
+           [](Recorder& self, Address x, Size rows, Address floors, Address positions,
+              int64_t whole, const Selection& out, Address counter) {
              return self.call("choose", self.kernels().choose,
-                              {at<float>(x), rows, at<float>(floors), out, at<int64_t>(counter)});
+                              {at<float>(x), rows, at<float>(floors), at<int64_t>(positions), whole,
+                               out, at<int64_t>(counter)});
            })
       .def("project",
            [](Recorder& self, Address x, Size rows, const Matrix& weight, Address bias,

@@ -33,7 +33,8 @@ void run_choose(const ChooseArgs& a, Worker& worker) {
     for (Size t = item * at_once; t < end; ++t)
       read += compact(out, t, a.rows, [&](Size r, Size i) {
         // Turned round, so that NaN is kept and shows.
-        const bool yes = !(std::fabs(a.x[r * out.entries + i]) < a.floors[i]);
+        const bool small = std::fabs(a.x[r * out.entries + i]) < a.floors[i];
+        const bool yes = !small || (a.positions && a.positions[r] < a.whole);
         used += yes;
         return yes;
       });

@@ -156,6 +156,8 @@ struct ChooseArgs {
   const float* x;  // [N, out.entries]
   Size rows;
   const float* floors;  // [out.entries]: magnitudes below are left out
+  const int64_t* positions;  // [N] or null: rows at places before `whole` keep everything
+  int64_t whole;
   Selection out;
   int64_t* counter;  // [3] or null: entries read, used and rows are added
 };
