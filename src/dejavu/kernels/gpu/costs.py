@@ -47,10 +47,10 @@ class MLPCost(NamedTuple):
         return float(dearer[0]) if len(dearer) else 1.0
 
 
-# From an H200: listed rows come at two thirds to nine tenths of the rate of a stream.
+# From an H200 (OPT-66B), by whether there is one row: whole, and what is listed in its unit.
 _GUESS = {
     True: MLPCost(1.0, ((0.0, 0.05), (1.0, 1.15))),
-    False: MLPCost(1.0, ((0.0, 0.1), (1.0, 1.5))),
+    False: MLPCost(1.0, ((0.0, 0.2), (0.2, 0.35), (1.0, 1.3))),
 }
 
 
