@@ -47,6 +47,7 @@ class ScriptedLM:
     def __init__(self, config: ModelConfig, script: Script) -> None:
         self.config = config
         self.device, self.cache_dtype = torch.device("cpu"), torch.float32
+        self.streamed = False
         self.before: Callable[[], None] = lambda: None
         self.rows: list[int] = []
         self.prefills: list[int] = []
