@@ -21,6 +21,7 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.device import free_memory, on
 from dejavu.kernels.native import MAX_ROWS
 from dejavu.kernels.ops import Ops
+from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.models.base import Batch
@@ -70,7 +71,7 @@ class Engine:
             into pieces of this length. Default: `PREFILL_CHUNK`, on a GPU `GPU_PREFILL_CHUNK`.
         lazy_kv: on a GPU, keys and values of heads that a selector leaves out are computed when
             the head is next used, for steps of up to 4 rows; or the arms for which that is so.
-        prompt_ops: of prompts; default: torch's.
+        prompt_ops: of prompts; default: torch's, on the CPU with the kernels for int8 weights.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
         vocab_size: sampled ids lie below it (a tokenizer may have fewer than the model).
@@ -138,7 +139,10 @@ class Engine:
         self.max_batch = max_batch
         self.cache_blocks = blocks
         self._chunk = prefill_chunk
-        self._prompt_ops = TorchOps() if prompt_ops is None else prompt_ops
+        if prompt_ops is None:
+            kernels = ops is None and model.device.type == "cpu"
+            prompt_ops = PromptRows(threads) if kernels else TorchOps()
+        self._prompt_ops = prompt_ops
         self._meters = {
             name: chosen.meter
             for name, chosen in selectors.items()
