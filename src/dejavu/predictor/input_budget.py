@@ -251,7 +251,7 @@ def price_for_loss(
 
 def _guess(sparsity: float, bound: float, allowed: float) -> float:
     """The sparsity at which a loss that grows as a power of it is as allowed."""
-    return sparsity * (allowed / max(bound, 0.2 * allowed)) ** (1 / _STEEPNESS)
+    return sparsity * math.pow(allowed / max(bound, 0.2 * allowed), 1 / _STEEPNESS)
 
 
 def _bound(loss: Mean) -> float:
