@@ -6,7 +6,7 @@ import torch
 from dejavu.errors import CheckpointError
 from dejavu.flash.ops import FlashOps, PromptOps
 from dejavu.kernels.native import NativeOps
-from dejavu.kernels.reference import TorchOps
+from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import Batch
 from dejavu.sparsity.policy import Dense, Selector, Site
@@ -78,8 +78,8 @@ def test_same_bits(in_file, kind, dtype, rows, recorded):
     for choose in ("dense", "drawn", "ahead"):
         found = []
         for model, ops, prompts in (
-            (memory, NativeOps(1), TorchOps()),
-            (outside, FlashOps(store, 1), PromptOps(store)),
+            (memory, NativeOps(1), PromptRows(1)),
+            (outside, FlashOps(store, 1), PromptOps(store, 1)),
         ):
             selector = Dense() if choose == "dense" else Drawn(memory, rows, choose == "ahead")
             found.append(decode(model, selector, ops, prompts, rows, recorded))
@@ -96,4 +96,4 @@ def test_damaged_file_gives_an_error_and_no_text(in_file, recorded):
     with path.open("r+b") as file:
         file.truncate(int(bundle.offsets(2)[10]))
     with pytest.raises(CheckpointError, match=r"replaced|cut off"):
-        decode(outside, Dense(), reader, PromptOps(store), 1, recorded)
+        decode(outside, Dense(), reader, PromptOps(store, 1), 1, recorded)

@@ -64,7 +64,7 @@ FAULTS = [
 
 def engine(outside, store):
     loaded = LoadedModel(outside, Checkpoint(store.bundle.path, {}, []), store.bundle.dtype)
-    return Engine(loaded, ops=FlashOps(store, 1), prompt_ops=PromptOps(store), eos_token_ids=())
+    return Engine(loaded, ops=FlashOps(store, 1), prompt_ops=PromptOps(store, 1), eos_token_ids=())
 
 
 def answer(running, prompt=PROMPT):

@@ -47,8 +47,8 @@ def random_read_rate(
     span: tuple[int, int] | None = None,
     seed: int = 0,
 ) -> DiskRate:
-    """Random reads of `size` bytes, aligned to `align`, in an existing file: the fastest of io_uring
-    (one by one, and in batches as our reader does) and threads, `seconds` each.
+    """Random reads of `size` bytes, aligned to `align`, in an existing file: the fastest of threads
+    and io_uring, one by one and in batches as our reader does; `seconds` each.
 
     span: part of the file to read in (first byte, byte after the last); default, all of it.
 

@@ -207,7 +207,7 @@ def _within(
 ) -> Ops:
     """Ops of a path that keep the process within a limit."""
     from dejavu.flash.memory import parse_size
-    from dejavu.flash.ops import FlashOps, PromptOps
+    from dejavu.flash.ops import FlashOps, WindowOps
     from dejavu.kernels.native import MAX_ROWS
 
     longest = max(len(window.ids) - 1 for window in text.windows)
@@ -219,7 +219,7 @@ def _within(
         # Logits of both arms, and what comparing them makes of them.
         rows=_COPIES_OF_LOGITS * (longest if prefill else MAX_ROWS),
     )
-    return PromptOps(store) if prefill else FlashOps(store, threads)
+    return WindowOps(store) if prefill else FlashOps(store, threads)
 
 
 def _table(result: Perplexity | Comparison) -> Any:

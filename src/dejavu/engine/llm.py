@@ -104,7 +104,7 @@ class LLM:
             store, cache_bytes = flash.within(
                 parse_size(memory_limit), max_batch=MAX_ROWS, max_model_len=max_model_len
             )
-            ops, prompt_ops = FlashOps(store, threads), PromptOps(store)
+            ops, prompt_ops = FlashOps(store, threads), PromptOps(store, threads)
         self._connect(
             Engine(
                 model,

@@ -19,7 +19,7 @@ from dejavu.weights.bundle import Bundle, is_bundle, open_bundle
 
 __all__ = ["FlashModel", "find_bundle", "load_flash", "need_of"]
 
-_READER_BUFFERS = 8 << 20  # 32 reads of up to 64 KiB, and what they are aligned to
+_READER_BUFFERS = 8 << 20  # 64 reads of up to 64 KiB, and what they are aligned to
 _PROMPT_ROWS = 128  # tokens of a prompt that pass a layer together
 
 

@@ -20,10 +20,11 @@ from dejavu.kernels.native import NativeOps
 from dejavu.kernels.neuron_cache import FAULT
 from dejavu.kernels.nibbles import Nibbles
 from dejavu.kernels.ops import Activation, Projection
+from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 
-__all__ = ["FlashOps", "FlashProgram", "PromptOps"]
+__all__ = ["FlashOps", "FlashProgram", "PromptOps", "WindowOps"]
 
 
 class FlashOps(NativeOps):
@@ -153,12 +154,11 @@ class FlashRecorder(NativeOps):
         return out
 
 
-class PromptOps(TorchOps):
-    """`TorchOps` that reads each layer's MLP when it comes to it, and drops it behind it."""
+class _Streaming(TorchOps):
+    """Ops that read each layer's MLP when they come to it, and drop it behind them."""
 
-    def __init__(self, store: FlashStore) -> None:
-        self._store = store
-        self._kept: tuple[int, dict[str, Matrix]] | None = None
+    _store: FlashStore
+    _kept: tuple[int, dict[str, Matrix]] | None = None
 
     def linear(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
         return super().linear(x, [p._replace(weight=self._read(p.weight)) for p in projections])
@@ -191,3 +191,18 @@ class PromptOps(TorchOps):
             self._kept = None  # before the next one takes as much again
             self._kept = layer, self._store.read_layer(layer)
         return self._kept[1][part]
+
+
+class PromptOps(_Streaming, PromptRows):
+    """`PromptRows` for a model of a store; the same bits as with the weights in memory."""
+
+    def __init__(self, store: FlashStore, threads: int | None = None) -> None:
+        super().__init__(threads)
+        self._store = store
+
+
+class WindowOps(_Streaming):
+    """`TorchOps` for a model of a store, as windows of text are scored with."""
+
+    def __init__(self, store: FlashStore) -> None:
+        self._store = store

@@ -14,6 +14,8 @@ from dejavu.weights.bundle import Bundle
 
 __all__ = ["FlashStore", "least_slots", "placeholders"]
 
+_OUTSTANDING = 64  # reads; about what a layer lacks
+
 
 def placeholders(bundle: Bundle) -> dict[str, Matrix]:
     """Weight name (`layers.3.mlp.up.weight`) -> a matrix that takes no memory: its data is a meta
@@ -45,7 +47,9 @@ class FlashStore:
         if slots < least:
             raise InputError(f"{slots} neurons in memory are too few, {least} would do")
         self.bundle = bundle
-        self.reader = bundle.reader(max_read=max(1 << 16, bundle.record_bytes))
+        self.reader = bundle.reader(
+            queue_depth=_OUTSTANDING, max_read=max(1 << 16, bundle.record_bytes)
+        )
         self._offsets = [bundle.offsets(layer) for layer in range(bundle.layers)]
         self.cache = NeuronCache(
             self.reader,

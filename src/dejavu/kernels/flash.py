@@ -59,6 +59,8 @@ class ReadCounters:
 
     requests, bytes_wanted: what was asked for. reads, bytes_read: what the device did for it.
     busy_seconds: at least one read was outstanding. wait_seconds: callers stood still in `wait`.
+    depth_seconds: reads outstanding (or waiting for their turn, `queue_depth` at most) times how
+    long.
     """
 
     requests: int
@@ -67,6 +69,12 @@ class ReadCounters:
     reads: int
     busy_seconds: float
     wait_seconds: float
+    depth_seconds: float = 0.0
+
+    @property
+    def depth(self) -> float | None:
+        """Reads outstanding, mean over the time that any were; None: none were."""
+        return self.depth_seconds / self.busy_seconds if self.depth_seconds else None
 
     @property
     def gigabytes_per_second(self) -> float | None:

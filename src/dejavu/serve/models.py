@@ -107,7 +107,7 @@ def serve_model(
             max_batch=settings.max_batch,
             max_model_len=settings.max_model_len,
         )
-        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store)
+        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store, settings.threads)
     engine = Engine(
         loaded,
         ops=ops,

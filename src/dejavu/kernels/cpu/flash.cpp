@@ -141,7 +141,7 @@ int64_t FlashReader::submit(const int64_t* offsets, const int64_t* lengths, cons
     const std::lock_guard<std::mutex> lock(mutex_);
     number = next_ticket_++;
     tickets_[number] = ticket;
-    if (!outstanding_ && !extents.empty()) busy_since_ = Clock::now();
+    account();
     outstanding_ += extents.size();
     counters_.requests += count;
     counters_.bytes_wanted += wanted_bytes;
@@ -178,18 +178,25 @@ Outcome FlashReader::wait(int64_t number) {
   return outcome;
 }
 
+void FlashReader::account() {
+  const auto now = Clock::now();
+  const double passed = std::chrono::duration<double>(now - changed_).count();
+  changed_ = now;
+  if (!outstanding_) return;
+  counters_.busy_seconds += passed;
+  counters_.depth_seconds += passed * (double)std::min(outstanding_, (size_t)depth_);
+}
+
 Counters FlashReader::counters() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Counters now = counters_;
-  if (outstanding_)
-    now.busy_seconds += std::chrono::duration<double>(Clock::now() - busy_since_).count();
-  return now;
+  account();
+  return counters_;
 }
 
 void FlashReader::reset_counters() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  account();
   counters_ = {};
-  busy_since_ = Clock::now();
 }
 
 bool FlashReader::take(Extent* extent) {
@@ -223,8 +230,8 @@ void FlashReader::finish(const Extent& extent, const uint8_t* data, int64_t got,
   counters_.bytes_read += got;
   Ticket& ticket = *extent.ticket;
   if (ticket.outcome.fault == FlashFault::none) ticket.outcome = outcome;
-  if (--outstanding_ == 0)
-    counters_.busy_seconds += std::chrono::duration<double>(Clock::now() - busy_since_).count();
+  account();
+  --outstanding_;
   if (--ticket.reads_left == 0) ticket_done_.notify_all();
 }
 

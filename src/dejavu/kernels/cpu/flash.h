@@ -45,6 +45,7 @@ struct Counters {
   int64_t bytes_wanted = 0, bytes_read = 0, reads = 0, requests = 0;
   double busy_seconds = 0;  // at least one read was outstanding
   double wait_seconds = 0;  // a caller stood still in wait
+  double depth_seconds = 0; // integral over time of the reads outstanding, `depth` at most
 };
 
 struct Wanted {
@@ -122,6 +123,7 @@ class FlashReader {
  private:
   using Clock = std::chrono::steady_clock;
   Outcome check(const Extent& extent, const uint8_t* data) const;
+  void account();  // before outstanding_ changes
   std::shared_ptr<Ticket> find(int64_t ticket);
   bool replaced() const;
 
@@ -140,7 +142,7 @@ class FlashReader {
   int64_t next_ticket_ = 1;
   size_t outstanding_ = 0;  // extents queued or being read
   bool closing_ = false;
-  Clock::time_point busy_since_;
+  Clock::time_point changed_;  // outstanding_
   Counters counters_;
 
   std::unique_ptr<Backend> backend_;

@@ -85,7 +85,7 @@ void bind_flash(nb::module_& m) {
            [](FlashReader& self) {
              const Counters c = self.counters();
              return std::make_tuple(c.requests, c.bytes_wanted, c.bytes_read, c.reads,
-                                    c.busy_seconds, c.wait_seconds);
+                                    c.busy_seconds, c.wait_seconds, c.depth_seconds);
            })
       .def("reset_counters", &FlashReader::reset_counters)
       .def_prop_ro("direct", &FlashReader::direct)
