@@ -14,15 +14,16 @@ def norm_kernel(
     CENTRED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of fp32 `[programs, width]`, normed in fp32; CENTRED: LayerNorm, else RMSNorm."""
-    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * width
     k = tl.arange(0, WIDTH)
     inside = k < width
-    value = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
+    # Before the wait: nobody writes them, and they come from afar.
     if weight is not None:
         factor = tl.load(weight + k, mask=inside, other=0.0)
     if bias is not None:
         shift = tl.load(bias + k, mask=inside, other=0.0)
+    begin(PDL)
+    value = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
