@@ -19,16 +19,18 @@ import openai
 
 
 class Server:
-    """`dejavu serve ARGUMENTS` on a free port; every line of its log is parsed and kept."""
+    """`dejavu serve ARGUMENTS`; every line of its log is parsed and kept. port: 0 is any."""
 
-    def __init__(self, *arguments: object, key: str = "unused", **environment: str) -> None:
+    def __init__(
+        self, *arguments: object, key: str = "unused", port: int = 0, **environment: str
+    ) -> None:
         self.key = key
         self.lines: list[dict[str, Any]] = []
         self._listening = threading.Event()
         self.url = ""
         # It says itself where it listens: port 0 is a free one.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dejavu", "serve", *map(str, arguments), "--port", "0"],
+            [sys.executable, "-m", "dejavu", "serve", *map(str, arguments), "--port", str(port)],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},

@@ -266,3 +266,21 @@ def test_the_end_is_clean(grace: int, chatty: Path, tmp_path: Path) -> None:
     else:
         assert "stopping" in json.loads(pieces[-1])["error"]["message"]
     assert not [line for line in server.lines if "traceback" in line]
+
+
+def test_a_kill_is_seen_by_who_streams_and_the_next_server_answers() -> None:
+    """No half answer looks whole, and the port is free at once."""
+    server = Server(NAME, "--threads", 1).ready()
+    with (
+        pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)),
+        httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}
+        ) as answer,
+    ):
+        for line in answer.iter_lines():
+            assert line != "data: [DONE]"
+            server.process.kill()
+    server.process.wait(30)
+    following = Server(NAME, "--threads", 1, port=int(server.url.rpartition(":")[2])).ready()
+    assert following.post("/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+    following.stop()
