@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -57,8 +59,10 @@ def pair(chatty: Path) -> Iterator[Server]:
     also = ("--also", f"org/chatty={chatty}")
     server = Server(NAME, "--plan", NAME, *also, "--threads", 1, "--ray", "--replicas", 2)
     yield server.ready()
+    started = _descendants(server.process.pid)
+    assert len(started) >= 3, "the head of the cluster and the replicas"
     server.stop()
-    assert not _descendants(server.process.pid)
+    until(lambda: not any(Path(f"/proc/{process}").exists() for process in started), 30)
 
 
 def replicas(server: Server) -> list[dict[str, Any]]:
@@ -129,6 +133,46 @@ def test_a_replica_that_dies_takes_its_own_answers_only(
         if used == names:
             break
     assert used == names, "both answer again"
+
+
+def test_a_batch_goes_on_where_another_kind_of_run_stopped(chatty: Path, tmp_path: Path) -> None:
+    def entry(place: int, **body: Any) -> str:
+        asked = {
+            "model": "tiny",
+            "prompt": f"number {place}",
+            "max_tokens": 8,
+            "temperature": 0,
+        } | body
+        return json.dumps({"custom_id": str(place), "url": "/v1/completions", "body": asked})
+
+    source, plain, out = (tmp_path / name for name in ("in.jsonl", "plain.jsonl", "out.jsonl"))
+    lines = [entry(place) for place in range(150)]
+    lines[7:9] = ["nonsense", entry(8, max_tokens=-1)]
+    source.write_text("\n".join(lines))
+
+    def batch(target: Path, *more: object) -> dict[str, Any]:
+        command = ["batch", source, target, chatty, "--name", "tiny", "--threads", 1, "--json", "-"]
+        done = subprocess.run(
+            [sys.executable, "-m", "dejavu", *map(str, (*command, *more))],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+        return found
+
+    def said(path: Path) -> list[Any]:
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        return [
+            (one["id"], one["custom_id"], one["error"],
+             one["response"] and one["response"]["body"].get("choices"))
+            for one in found
+        ]  # fmt: skip
+
+    batch(plain)
+    partial = plain.read_bytes().splitlines(keepends=True)[:40]
+    (tmp_path / "out.jsonl.partial").write_bytes(b"".join(partial))
+    summary = batch(out, "--ray", "--replicas", 2)
+    assert (summary["lines"], summary["kept"], summary["errors"]) == (150, 40, 2)
+    assert said(out) == said(plain)
 
 
 def _descendants(process: int) -> list[int]:

@@ -36,6 +36,16 @@ def batch(
         float | None,
         typer.Option("--cache-memory", metavar="GB", help="For keys and values of all answers."),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Spread the lines over actors with Ray Data.")
+    ] = False,
+    replicas: Annotated[int, typer.Option("--replicas", help="With --ray: actors.")] = 1,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address", help="With --ray: of a cluster that runs; default: this machine alone."
+        ),
+    ] = None,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     memory_limit: options.MemoryLimit = None,
@@ -54,7 +64,9 @@ def batch(
 
       dejavu batch in.jsonl out.jsonl relu-30m --plan relu-30m
 
-      dejavu batch in.jsonl out.jsonl ./my-llama --name gpt-4o-mini --max-batch 32 --json -
+      dejavu batch in.jsonl out.jsonl ./my-llama --name gpt-4o-mini --max-batch 8 --json -
+
+      dejavu batch in.jsonl out.jsonl relu-30m --plan relu-30m --ray --replicas 4
     """
     try:
         from dejavu.serve.batch import run_batch
@@ -75,8 +87,21 @@ def batch(
             "cache_memory": cache_memory,
             "threads": threads,
             "memory_limit": memory_limit,
+            "ray": ray,
+            "replicas": replicas,
+            "ray_address": ray_address,
         }
     )
+    answering = None
+    if ray:
+        try:
+            from dejavu.serve.batch_cluster import answer_on_cluster as answering
+        except ModuleNotFoundError as error:
+            from dejavu.errors import BackendError
+
+            raise BackendError(
+                f"--ray needs {error.name}: pip install 'dejavu-llm[ray]'"
+            ) from error
     done, total = 0, 0
     try:
         with progress("lines") as bar:
@@ -86,7 +111,7 @@ def batch(
                 done, total = now, of
                 bar(now, of)
 
-            summary = run_batch(checked, source, out, update)
+            summary = run_batch(checked, source, out, update, answering)
     except KeyboardInterrupt:
         print(
             f"interrupted: {done} of {total} lines are done; the same command goes on from there",

@@ -71,13 +71,22 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+Record = Callable[[Line, dict[str, Any]], None]
+Answering = Callable[[Settings, Iterable[Line], Record], None]
+
+
 def run_batch(
-    settings: Settings, source: Path, out: Path, progress: Progress = lambda done, total: None
+    settings: Settings,
+    source: Path,
+    out: Path,
+    progress: Progress = lambda done, total: None,
+    answering: Answering | None = None,
 ) -> Summary:
     """Answer every line of a file. OUT appears when all are there, in the order of the input.
 
     progress: called with lines done and all lines. What is interrupted, by whatever, goes on from
     OUT.partial at the next call with the same input and models.
+    answering: answers lines, in whatever order, and records each; default: `answer_here`.
 
     Raises InputError where OUT holds something else or the partial file is of another input,
     DejavuError as `serve_models` does or where nothing can be written.
@@ -99,14 +108,22 @@ def run_batch(
                 )
         summary = Summary(lines=len(wanted), kept=len(results.kept))
         progress(summary.kept, summary.lines)
+
+        def record(line: Line, answer: dict[str, Any]) -> None:
+            response = answer["response"]
+            failed = response is None or response["status_code"] != 200
+            results.add(line, answer, failed=failed)
+            if not failed:
+                usage = response["body"]["usage"]
+                summary.prompt_tokens += usage["prompt_tokens"]
+                summary.tokens += usage["completion_tokens"]
+            progress(len(results.kept), summary.lines)
+
         if summary.kept < summary.lines:
-            open_lines = 2 * settings.max_batch
-            # Room for all of them at once: nothing is ever refused because the queue is full.
-            room = {"max_queue": open_lines * settings.max_choices}
-            settings = settings.model_copy(update=room)
-            hub = Hub.over(settings, serve_models(settings))
             left = (line for line in read_lines(source, run) if line.number not in results.kept)
-            asyncio.run(_answer_all(hub, left, results, summary, progress))
+            began = perf_counter()
+            (answering or answer_here)(settings, left, record)
+            summary.seconds = perf_counter() - began
         results.finish()
         summary.errors = sum(one.failed for one in results.kept.values())
     return summary
@@ -134,27 +151,34 @@ def _complete(out: Path, wanted: dict[int, str]) -> Summary:
     return Summary(lines=len(wanted), kept=len(kept), errors=failed)
 
 
-async def _answer_all(
-    hub: Hub, left: Iterable[Line], results: Results, summary: Summary, progress: Progress
-) -> None:
+def answer_here(settings: Settings, left: Iterable[Line], record: Record) -> None:
+    """By models in this process."""
+    asyncio.run(_answer_all(batch_hub(settings), left, record))
+
+
+def batch_hub(settings: Settings) -> Hub:
+    """With models loaded and room for all lines that are open at once: nothing is ever refused
+    because the queue is full. Its worker is not started. Raises DejavuError as `serve_models`."""
+    room = {"max_queue": open_lines(settings) * settings.max_choices}
+    settings = settings.model_copy(update=room)
+    return Hub.over(settings, serve_models(settings))
+
+
+def open_lines(settings: Settings) -> int:
+    """Lines that are being answered at any time."""
+    return 2 * settings.max_batch
+
+
+async def _answer_all(hub: Hub, left: Iterable[Line], record: Record) -> None:
     hub.worker.start(asyncio.get_running_loop())
     lines = iter(left)  # all lanes take from it
-    began = perf_counter()
 
     async def lane() -> None:
         for line in lines:
-            answer = await _answer(hub, line)
-            response = answer["response"]
-            failed = response is None or response["status_code"] != 200
-            results.add(line, answer, failed=failed)
-            if not failed:
-                usage = response["body"]["usage"]
-                summary.prompt_tokens += usage["prompt_tokens"]
-                summary.tokens += usage["completion_tokens"]
-            progress(len(results.kept), summary.lines)
+            record(line, await answer_line(hub, line))
             await asyncio.sleep(0)  # many bad lines in a row must not keep Ctrl-C waiting
 
-    lanes = [asyncio.create_task(lane()) for _ in range(2 * hub.settings.max_batch)]
+    lanes = [asyncio.create_task(lane()) for _ in range(open_lines(hub.settings))]
     try:
         await asyncio.gather(*lanes)
     finally:
@@ -162,7 +186,6 @@ async def _answer_all(
             task.cancel()
         await asyncio.gather(*lanes, return_exceptions=True)
         hub.worker.stop()
-    summary.seconds = perf_counter() - began
 
 
 class _NoRequestError(Exception):
@@ -173,7 +196,8 @@ class _NoRequestError(Exception):
         self.custom_id = custom_id
 
 
-async def _answer(hub: Hub, line: Line) -> dict[str, Any]:
+async def answer_line(hub: Hub, line: Line) -> dict[str, Any]:
+    """What stands in the answers for a line, without its id."""
     try:
         asked = _parse(line)
     except _NoRequestError as error:

@@ -33,7 +33,6 @@ log = logging.getLogger("dejavu.serve")
 APPLICATION = "dejavu"
 _STORE = 100_000_000  # bytes of shared memory: messages are small and go another way
 _HEALTH_SECONDS = 1.0
-_START_SECONDS = 600.0  # that all replicas get to load their models
 
 
 def run(settings: Settings, log_level: str) -> None:
@@ -42,10 +41,12 @@ def run(settings: Settings, log_level: str) -> None:
     try:
         allow_many_connections()
         with cluster(settings):
-            replicas = deploy(settings, log_level)
-            metrics = Metrics([])
-            front = Front(replicas, metrics)
-            serve_on(listener, Guard(front, settings, metrics), front, settings)
+            try:
+                metrics = Metrics([])
+                front = Front(deploy(settings, log_level), metrics)
+                serve_on(listener, Guard(front, settings, metrics), front, settings)
+            finally:
+                serve.delete(APPLICATION)
     finally:
         listener.close()
 
@@ -69,17 +70,13 @@ def cluster(settings: Settings) -> Iterator[None]:
     try:
         yield
     finally:
-        if settings.ray_address is None:
-            serve.shutdown()
-        else:
-            serve.delete(APPLICATION)
         ray.shutdown()
 
 
 def deploy(settings: Settings, log_level: str) -> ServeReplicas:
     """Start the replicas and wait until they are up."""
     most = settings.max_replicas or settings.replicas
-    threads = settings.threads or max(1, int(ray.cluster_resources()["CPU"]) // most)
+    threads = replica_threads(settings)
     settings = settings.model_copy(update={"threads": threads})
     room = settings.max_batch + settings.max_queue
     deployment = serve.deployment(
@@ -104,6 +101,12 @@ def deploy(settings: Settings, log_level: str) -> ServeReplicas:
     serve.start(proxy_location="Disabled")
     handle = serve.run(deployment.bind(settings, log_level), name=APPLICATION, route_prefix=None)
     return ServeReplicas(handle)
+
+
+def replica_threads(settings: Settings) -> int:
+    """Of each replica, which reserves as many cores; default: all cores, shared out."""
+    most = settings.max_replicas or settings.replicas
+    return settings.threads or max(1, int(ray.cluster_resources()["CPU"]) // most)
 
 
 class ServeReplicas:
