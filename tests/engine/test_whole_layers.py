@@ -14,6 +14,7 @@ from dejavu.engine.graph_step import GraphStep, Replay
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import Request
 from dejavu.engine.whole_layers import WholeLayers
+from dejavu.kernels.gpu.costs import CostTable, MLPCost
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
@@ -180,6 +181,8 @@ def test_a_gpu_writes_the_same_text_with_layers_read_whole(
     rows: int, model_type: str, tiny: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp32, half a block ahead: one text may part where a score lies next to its threshold."""
+    cost = MLPCost(1.0, ((0.0, 0.1), (1.0, 1.5)))
+    monkeypatch.setattr(CostTable, "mlp", lambda *_, **__: cost)
     loaded = load_model(tiny(model_type).path, device="cuda")
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     texts = []

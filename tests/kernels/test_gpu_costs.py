@@ -14,6 +14,7 @@ from dejavu.kernels.gpu.costs import (
     costs_path,
     key,
     read_costs,
+    shipped_costs_path,
     write_costs,
 )
 from dejavu.kernels.ops import Activation, Projection
@@ -78,10 +79,20 @@ def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_table_answers_for_its_shapes_and_guesses_others():
     table = CostTable({key(8, 64, 32, 2, gated=False): COST})
     assert table.mlp(8, 64, 32, 2, gated=False) == COST
-    for other in (table.mlp(4, 64, 32, 2, gated=False), table.mlp(8, 64, 32, 2, gated=True)):
-        assert other != COST
-        assert 0.5 < other.limit <= 1.0
+    assert table.mlp(8, 64, 32, 2, gated=True) != COST
+    large, small = (16384 * 4, 4096 * 2), (2048, 512)
+    for rows in (1, 4):
+        other = table.mlp(rows, *large, 2, gated=False)
+        assert 0.5 < other.limit < 1.0
         assert (np.diff(other.at([0.0, 0.5, 1.0])) > 0).all()
+        assert table.mlp(rows, *small, 2, gated=False).limit < 0.1  # nothing to gain there
+
+
+def test_the_package_brings_costs_of_a_known_device():
+    shipped = read_costs(shipped_costs_path("NVIDIA H200"))
+    cost = shipped[key(8, 36864, 9216, 2, gated=False)]
+    assert 0.5 < cost.limit < 0.9
+    assert read_costs(shipped_costs_path("Some GPU")) == {}
 
 
 def test_every_bucket_is_measured_listed_and_whole(triton_ops):

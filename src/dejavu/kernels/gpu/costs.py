@@ -2,7 +2,7 @@
 
 Measured once on a device (`kernels.gpu.measure_costs`, `dejavu tune`) and kept on disk under the
 device's name with the versions that the times hold for; other versions have other times. Nothing
-is measured when a model is loaded: without a table a rough guess stands in.
+is measured when a model is loaded: a table that comes with the package stands in, or a rough guess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from dejavu.kernels.gpu.tuning import user_path
+from dejavu.kernels.gpu.tuning import shipped_path, user_path
 
 BUCKETS = (1, 2, 4, 8, 16)  # rows of a step
 _NVIDIA = Path("/proc/driver/nvidia/version")
@@ -47,11 +47,26 @@ class MLPCost(NamedTuple):
         return float(dearer[0]) if len(dearer) else 1.0
 
 
-# From an H200 (OPT-66B), by whether there is one row: whole, and what is listed in its unit.
-_GUESS = {
-    True: MLPCost(1.0, ((0.0, 0.05), (1.0, 1.15))),
-    False: MLPCost(1.0, ((0.0, 0.2), (0.2, 0.35), (1.0, 1.3))),
-}
+class _Rule(NamedTuple):
+    """Microseconds: a fixed part, and a megabyte read."""
+
+    fixed: float
+    megabyte: float
+
+
+# Lines through what an H200 took for OPT-66B and OPT-6.7B, for one row and for more.
+_WHOLE = {True: _Rule(8.0, 0.235), False: _Rule(20.0, 0.235)}
+_LISTED = {True: _Rule(12.0, 0.238), False: _Rule(60.0, 0.265)}
+
+
+def _guess(rows: int, size: int) -> MLPCost:
+    """Of an MLP of so many bytes."""
+    whole, listed = _WHOLE[rows == 1], _LISTED[rows == 1]
+    megabytes = size / 1e6
+    return MLPCost(
+        whole.fixed + whole.megabyte * megabytes,
+        ((0.0, listed.fixed), (1.0, listed.fixed + listed.megabyte * megabytes)),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,16 +96,19 @@ class CostTable:
 
     @staticmethod
     def of(device: torch.device) -> CostTable:
-        """What was measured on a CUDA device under these versions; empty elsewhere."""
+        """What the package brings for a CUDA device, and before that what was measured on this one
+        under these versions; empty elsewhere."""
         if device.type != "cuda":
             return CostTable()
         platform = Platform.of(device)
-        return CostTable(read_costs(costs_path(platform.device_name), platform))
+        shipped = read_costs(shipped_costs_path(platform.device_name))
+        return CostTable({**shipped, **read_costs(costs_path(platform.device_name), platform)})
 
     def mlp(self, rows: int, neurons: int, width: int, itemsize: int, *, gated: bool) -> MLPCost:
-        """Of a step of so many rows; a guess, in no unit, where nothing was measured."""
+        """Of a step of so many rows; a guess where nothing was measured."""
         found = self.costs.get(key(rows, neurons, width, itemsize, gated=gated))
-        return _GUESS[rows == 1] if found is None else found
+        size = (3 if gated else 2) * neurons * width * itemsize
+        return _guess(rows, size) if found is None else found
 
 
 def key(rows: int, neurons: int, width: int, itemsize: int, *, gated: bool) -> str:
@@ -104,11 +122,18 @@ def costs_path(device_name: str) -> Path:
     return tuning.parent.with_name("costs") / tuning.name
 
 
-def read_costs(path: Path, platform: Platform) -> dict[str, MLPCost]:
-    """Costs in a file; empty where it holds those of another platform, or cannot be read."""
+def shipped_costs_path(device_name: str) -> Path:
+    """The costs that the package brings for a device; they need not exist."""
+    cuts = shipped_path(device_name)
+    return cuts.with_name(f"{cuts.stem}-costs.json")
+
+
+def read_costs(path: Path, platform: Platform | None = None) -> dict[str, MLPCost]:
+    """Costs in a file; empty where it cannot be read, or holds those of another platform than the
+    one that is asked for."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["platform"] != asdict(platform):
+        if platform is not None and stored["platform"] != asdict(platform):
             return {}
         return dict(_parsed(stored["costs"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
