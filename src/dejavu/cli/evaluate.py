@@ -259,10 +259,13 @@ def _table(result: Perplexity | Comparison) -> Any:
     table.add_row("KL(dense || sparse), nats", "", _with_error(result.kl, result.kl_error))
     table.add_row("same top token", "", f"{result.agreement:.2%}")
     if result.reads is not None:
-        table.add_row("neurons read", "100.0%", f"{result.reads.neuron_density:.1%}")
-        table.add_row("heads read", "100.0%", f"{result.reads.head_density:.1%}")
-        if result.reads.weight_bytes is not None:
-            table.add_row("weight bytes read", "100.0%", f"{result.reads.weight_bytes:.1%}")
+        reads = result.reads
+        beside = f" by {reads.rows:g} rows together" if reads.rows > 1 else ""
+        table.add_row(f"neurons read{beside}", "100.0%", f"{reads.neuron_density:.1%}")
+        table.add_row(f"heads read{beside}", "100.0%", f"{reads.head_density:.1%}")
+        if reads.weight_bytes is not None:
+            share = "weight bytes read" if reads.rows == 1 else "weight bytes read, a row's share"
+            table.add_row(share, "100.0%", f"{reads.weight_bytes:.1%}")
     return table
 
 
