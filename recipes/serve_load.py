@@ -248,15 +248,22 @@ def beside_prompts(url: str, sparsity: str, prompts: int = 6) -> dict[str, float
 def soak(url: str, process: int, minutes: float) -> dict[str, Any]:
     """Load for so long; memory after the first minute and at the end."""
     end = time.monotonic() + 60 * minutes
-    warm, rounds = 0, 0
+    warm, rounds, answers = 0, 0, 0
     while time.monotonic() < end:
         for sparsity in ARMS:
-            uvloop.run(over_connections(url, asks(100, sparsity, rounds), CONNECTIONS, leave=True))
+            wanted = asks(100, sparsity, rounds)
+            _, found = uvloop.run(over_connections(url, wanted, CONNECTIONS, leave=True))
+            for ask, one in zip(wanted, found, strict=True):
+                tokens = ask.leaves_after or ask.max_tokens
+                if not one.text or len(one.times) != tokens:
+                    raise SystemExit(f"{len(one.times)} of {tokens} tokens came to {ask}")
+            answers += len(found)
         rounds += 1
         warm = warm or resident(process)
     return {
         "minutes": minutes,
         "rounds": rounds,
+        "answers": answers,
         "warm_bytes": warm,
         "end_bytes": resident(process),
     }

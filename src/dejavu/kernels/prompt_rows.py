@@ -29,7 +29,7 @@ class PromptRows(TorchOps):
     def linear(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
         if not all(_suits(p.weight, p.selection) for p in projections):
             return super().linear(x, projections)
-        pieces = [self._kernels.linear(rows, projections) for rows in x.split(MAX_ROWS)]
+        pieces = [self._kernels.linear(rows, projections) for rows in _rows(x)]
         return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
     def combine(
@@ -77,5 +77,10 @@ def _suits(weight: Matrix, selection: Selection | None) -> bool:
 
 def _pieces(x: Tensor, residual: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
     if residual is None:
-        return [(rows, None) for rows in x.split(MAX_ROWS)]
-    return list(zip(x.split(MAX_ROWS), residual.split(MAX_ROWS), strict=True))
+        return [(rows, None) for rows in _rows(x)]
+    return list(zip(_rows(x), _rows(residual), strict=True))
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    """As many at a time as the kernels take."""
+    return [x[start : start + MAX_ROWS] for start in range(0, len(x), MAX_ROWS)]
