@@ -176,6 +176,7 @@ def _slots(memory_limit: str, bundle: Bundle, model: Any, before: int) -> int:
     from dejavu.flash.memory import parse_size
     from dejavu.flash.model import need_of
     from dejavu.flash.store import least_slots
+    from dejavu.models.kv_cache import KVCache
 
     share = _share(memory_limit)
     if share is not None:
@@ -193,7 +194,8 @@ def _slots(memory_limit: str, bundle: Bundle, model: Any, before: int) -> int:
     )
     tables = {id(m): m.nbytes for m in (w.embed_tokens, w.lm_head, w.embed_positions) if m}
     resident = before + attention + sum(tables.values()) + bundle.resident_bytes
-    need, _ = need_of(model, bundle, parse_size(memory_limit), resident, max_batch=1)
+    keys = model.config.context_length * KVCache.token_bytes(model.config, model.cache_dtype)
+    need = need_of(model, bundle, resident, keys)
     return need.slots(parse_size(memory_limit), bundle.record_bytes, least_slots(bundle))
 
 

@@ -61,6 +61,10 @@ class Need:
         """With a margin for what the libraries take."""
         return self.resident + self.keys + self.prompt + self.buffers + _SLACK
 
+    def fits(self, limit: int, record: int, least: int) -> bool:
+        """Whether a limit leaves room for `least` neurons of `record` bytes."""
+        return (limit - self.total) // record >= least
+
     def slots(self, limit: int, record: int, least: int) -> int:
         """Neurons of `record` bytes that a limit leaves room for.
 

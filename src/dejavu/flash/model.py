@@ -49,43 +49,33 @@ class FlashModel:
 
         Raises InputError naming the least limit where this one is too small.
         """
-        need, keys = need_of(
-            self.loaded.model,
-            self.bundle,
-            limit,
-            resident_bytes(),
-            max_batch=max_batch,
-            max_model_len=max_model_len,
-            rows=rows,
-        )
-        slots = need.slots(limit, self.bundle.record_bytes, least_slots(self.bundle))
+        resident, model = resident_bytes(), self.loaded.model
+        length = max_model_len or model.config.context_length
+        one = length * KVCache.token_bytes(model.config, model.cache_dtype)
+        least = least_slots(self.bundle)
+        # One sequence always; more where they take no more than an eighth of the limit, and fit.
+        sequences = max(1, min(max_batch, limit // 8 // one))
+        while True:
+            keys = sequences * one
+            need = need_of(model, self.bundle, resident, keys, rows=rows)
+            if sequences == 1 or need.fits(limit, self.bundle.record_bytes, least):
+                break
+            sequences -= 1
+        slots = need.slots(limit, self.bundle.record_bytes, least)
         return self.store(slots), keys
 
 
 def need_of(
-    model: DecoderLM,
-    bundle: Bundle,
-    limit: int,
-    resident: int,
-    *,
-    max_batch: int,
-    max_model_len: int | None = None,
-    rows: int = _PROMPT_ROWS,
-) -> tuple[Need, int]:
-    """What a model takes beside its neurons, and the bytes of it for keys and values.
-
-    resident: bytes of the process with all but those and the neurons loaded. rows: see `within`.
-    """
+    model: DecoderLM, bundle: Bundle, resident: int, keys: int, *, rows: int = _PROMPT_ROWS
+) -> Need:
+    """What a model takes beside its neurons. resident: bytes of the process with all but those and
+    the keys and values loaded. keys: bytes of those. rows: see `within`."""
     config = model.config
-    token = KVCache.token_bytes(config, model.cache_dtype)
-    length = max_model_len or config.context_length
-    # One sequence always; more where they take no more than an eighth of the limit.
-    keys = length * token * max(1, min(max_batch, limit // 8 // (length * token)))
     neurons, width = max(bundle.neurons), config.hidden_size
     layer = neurons * bundle.record_bytes
     wide = max(neurons, config.vocab_size, 8 * width)
     prompt = layer + 4 * (neurons * width + rows * 2 * wide)
-    return Need(resident, keys, prompt, _READER_BUFFERS), keys
+    return Need(resident, keys, prompt, _READER_BUFFERS)
 
 
 def find_bundle(
