@@ -69,7 +69,7 @@ def batch(
       dejavu batch in.jsonl out.jsonl relu-30m --plan relu-30m --ray --replicas 4
     """
     try:
-        from dejavu.serve.batch import run_batch
+        from dejavu.serve.batch import Answering, run_batch
     except ModuleNotFoundError as error:
         from dejavu.errors import BackendError
 
@@ -92,16 +92,17 @@ def batch(
             "ray_address": ray_address,
         }
     )
-    answering = None
+    answering: Answering | None = None
     if ray:
         try:
-            from dejavu.serve.batch_cluster import answer_on_cluster as answering
+            from dejavu.serve.batch_cluster import answer_on_cluster
         except ModuleNotFoundError as error:
             from dejavu.errors import BackendError
 
             raise BackendError(
                 f"--ray needs {error.name}: pip install 'dejavu-llm[ray]'"
             ) from error
+        answering = answer_on_cluster
     done, total = 0, 0
     try:
         with progress("lines") as bar:
