@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dejavu.errors import BackendError, InputError
 from dejavu.kernels.compiled import (
     Program,
     available_isas,
@@ -16,19 +14,24 @@ from dejavu.kernels.compiled import (
     extension,
     matrix_handle,
     measure_read_bandwidth,
-    raise_fault,
     require,
     selection_handle,
 )
 from dejavu.kernels.matrix import Matrix
-from dejavu.kernels.nibbles import Nibbles, blocks, half_steps
+from dejavu.kernels.native_calls import MAX_ROWS
+from dejavu.kernels.native_select import NativeSelections
 from dejavu.kernels.ops import Activation, CacheView, Projection, T, at_once
 from dejavu.kernels.selection import Selection, tile_size
 
-__all__ = ["NativeOps", "Program", "available_isas", "default_threads", "measure_read_bandwidth"]
+__all__ = [
+    "MAX_ROWS",
+    "NativeOps",
+    "Program",
+    "available_isas",
+    "default_threads",
+    "measure_read_bandwidth",
+]
 
-MAX_ROWS = 16
-MAX_THREADS = 1024  # above it a typing error is likelier than a machine
 CACHE_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -36,7 +39,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class NativeOps:
+class NativeOps(NativeSelections):
     """`Ops` for 1 to 16 rows on the compiled kernels; contract in `ops.py`.
 
     threads: default `default_threads()`. isa: "portable", "avx2" or "avx512"; default the best this
@@ -47,17 +50,6 @@ class NativeOps:
     Raises BackendError where the extension or the instruction set is missing, InputError for
     tensors of the wrong dtype, shape or device, and for more than 16 rows.
     """
-
-    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        isas = available_isas()
-        self.isa = isas[-1] if isa is None else isa
-        self.threads = default_threads() if threads is None else threads
-        if self.isa not in isas:
-            raise BackendError(f"isa {self.isa!r} is not available here; choose from {isas}")
-        if not 1 <= self.threads <= MAX_THREADS:
-            raise InputError(f"threads must lie in 1..{MAX_THREADS}, got {threads}")
-        self._recorder = extension().Recorder(self.threads, self.isa, eager=True)
-        self._program: Program | None = None
 
     def recorder(self) -> NativeOps:
         """Ops whose calls are only recorded; `.program` then replays them.
@@ -70,53 +62,6 @@ class NativeOps:
         ops._recorder = extension().Recorder(self.threads, self.isa, eager=False)
         ops._program = Program(ops._recorder)
         return ops
-
-    @property
-    def program(self) -> Program:
-        """What was recorded so far."""
-        if self._program is None:
-            raise InputError("these ops run at once; record a program with ops.recorder()")
-        return self._program
-
-    def _input(
-        self, name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Checked input; -1 in a shape means any size. Copied when strided, kept when recorded."""
-        require(x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
-        require(x.device.type == "cpu", f"{name} must be on the CPU, not {x.device}")
-        require(
-            x.ndim == len(shape)
-            and all(want in (-1, have) for want, have in zip(shape, x.shape, strict=True)),
-            f"{name} must have shape {shape}, not {tuple(x.shape)}",
-        )
-        if not x.is_contiguous():
-            require(
-                self._program is None,
-                f"{name} must be contiguous to be recorded: a copy would not see later values",
-            )
-            x = x.contiguous()
-        if self._program is not None:
-            self._program.keep(x)
-        return x
-
-    def _optional(self, name: str, x: Tensor | None, *shape: int) -> Tensor | None:
-        return None if x is None else self._input(name, x, *shape)
-
-    def _output(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        out = torch.empty(shape, dtype=dtype)
-        if self._program is not None:
-            self._program.keep(out)
-        return out
-
-    def _done(self, fault: int, *kept: object) -> None:
-        raise_fault(fault)
-        if self._program is not None:
-            self._program.keep(*kept)
-
-    def _rows(self, name: str, x: Tensor) -> int:
-        rows = len(x)
-        require(1 <= rows <= MAX_ROWS, f"{name} has {rows} rows, supported are 1 to {MAX_ROWS}")
-        return rows
 
     def embed(self, ids: Tensor, table: Matrix) -> Tensor:
         rows = self._rows("ids", ids)
@@ -334,77 +279,6 @@ class NativeOps:
         )
         self._done(fault, handles, chosen, up, gate, down, selection)
         return out
-
-    def _chosen(self, entries: int, rows: int, out: Selection | None) -> tuple[Selection, Any]:
-        if out is None:
-            out = Selection.empty(entries, rows)
-        require(rows == 1 or out.mask is not None, "a selection for several rows needs a mask")
-        handle = selection_handle(out, entries, rows, block=False)
-        return out, handle
-
-    def select(
-        self, hidden: Tensor, weight: Matrix, bias: Tensor, *, out: Selection | None = None
-    ) -> Selection:
-        rows = self._rows("hidden", hidden)
-        hidden = self._input("hidden", hidden, rows, weight.columns)
-        bias = self._input("bias", bias, weight.rows)
-        out, chosen = self._chosen(weight.rows, rows, out)
-        handle = matrix_handle(weight)
-        fault = self._recorder.select(hidden.data_ptr(), rows, handle, bias.data_ptr(), chosen)
-        self._done(fault, handle, chosen, weight, out)
-        return out
-
-    def select_signs(
-        self, x: Tensor, signs: Tensor, thresholds: Tensor, *, out: Selection | None = None
-    ) -> Selection:
-        rows, width, entries = self._rows("x", x), x.shape[-1], len(thresholds)
-        x = self._input("x", x, rows, width)
-        signs = self._input("signs", signs, entries, -(-width // 64), dtype=torch.int64)
-        thresholds = self._input("thresholds", thresholds, entries, dtype=torch.int32)
-        out, chosen = self._chosen(entries, rows, out)
-        fault = self._recorder.select_signs(
-            x.data_ptr(), rows, width, signs.data_ptr(), thresholds.data_ptr(), chosen
-        )
-        self._done(fault, chosen, out)
-        return out
-
-    def select_nibbles(
-        self,
-        x: Tensor,
-        first: Nibbles,
-        second: Nibbles,
-        limits: Tensor,
-        *,
-        out: Selection | None = None,
-    ) -> Selection:
-        rows, rank = self._rows("x", x), first.rows
-        x = self._input("x", x, rows, first.columns)
-        require(second.columns == rank, f"the stages have ranks {rank} and {second.columns}")
-        limits = self._input("limits", limits, second.rows)
-        out, chosen = self._chosen(second.rows, rows, out)
-        stages = blocks(first), blocks(second)
-        scales = self._input("scales", half_steps(first), rank)
-        fault = self._recorder.select_nibbles(
-            x.data_ptr(),
-            rows,
-            first.columns,
-            rank,
-            *(stage.data_ptr() for stage in stages),
-            scales.data_ptr(),
-            limits.data_ptr(),
-            chosen,
-        )
-        self._done(fault, chosen, stages, out)
-        return out
-
-    def tally(
-        self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
-    ) -> None:
-        assert live is None, "steps on the CPU have no padded rows"
-        require(counter.is_contiguous(), "counter must be contiguous: it is added to in place")
-        counter = self._input("counter", counter, 3, dtype=torch.int64)
-        chosen = selection_handle(selection, selection.entries, rows, block=False)
-        self._done(self._recorder.tally(chosen, rows, counter.data_ptr()), chosen, selection)
 
     def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
         return at_once(work)

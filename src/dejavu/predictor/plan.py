@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -283,16 +284,18 @@ def _level(entry: dict[str, Any]) -> Level:
 def _read_predictors(
     path: Path, expected: str, distances: dict[str, float], base: BaseModel
 ) -> dict[Key, Source]:
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        found = sha256_file(path)
+        # Not mapped: who overwrites the file later must not change, or kill, what runs on it.
+        content = path.read_bytes()
+        found = sha256(content).hexdigest()
         if found != expected:
             raise PlanError(
                 f"{path} is damaged or from another plan: its SHA-256 is {found}, "
                 f"{PLAN_FILE} says {expected}"
             )
-        tensors = load_file(path)
+        tensors = load(content)
     except DejavuError:
         raise
     except Exception as error:  # safetensors raises its own type, files theirs
