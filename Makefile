@@ -14,7 +14,7 @@ STATE ?= build/suite
 SMOLLM2 ?=
 SMOLLM2_PLAN ?=
 
-.PHONY: demo test test-ray check results suite serve-bench serve-soak embedded clean
+.PHONY: demo test test-ray check results suite serve-bench serve-soak clean
 
 demo: $(STAMP)
 	$(BIN)/dejavu demo
@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(STAMP)
 
-# Every figure of README.md and docs/, measured anew: about half an hour on 2 cores, nothing else
-# running.
+# Quality and speed of README.md on a CPU, measured anew: about half an hour on 2 cores, nothing else
+# running. For the server and GPUs see below; predictors and input sparsity have scripts in recipes/.
 results: $(STAMP)
 	$(PIP) install -q -c constraints.txt "ctranslate2>=4.6"
 	mkdir -p $(RESULTS)

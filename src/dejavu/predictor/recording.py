@@ -84,7 +84,7 @@ class Recorder(Selector):
         )
         self._groups = c.num_key_value_heads
         self._blocks = model.weights.blocks
-        self._o: tuple[int, Tensor] | None = None  # of the layer that was last seen
+        self._o: dict[int, Tensor] = {}  # of the layer that was last seen, one for all windows
         self._start = 0
         self._last = max([layer for _, layer in inputs] + list(heads), default=-1)
 
@@ -105,9 +105,10 @@ class Recorder(Selector):
 
     def observe(self, stage: Stage, layer: int, value: Tensor) -> None:
         if stage == Stage.HEAD_OUTPUTS and layer in self.recorded.head_norms:
-            if self._o is None or self._o[0] != layer:
-                self._o = layer, self._blocks[layer].attention.o.weight.float()
-            norms = group_norms(value, self._o[1], self._groups)
+            if layer not in self._o:
+                self._o.clear()
+                self._o[layer] = self._blocks[layer].attention.o.weight.float()
+            norms = group_norms(value, self._o[layer], self._groups)
             self.recorded.head_norms[layer][self._start : self._start + len(value)] = norms
 
 
