@@ -48,11 +48,11 @@ results: $(STAMP)
 	mkdir -p $(RESULTS)
 	$(BIN)/dejavu eval relu-30m --plan relu-30m -n 24576 --json $(RESULTS)/eval-balanced.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --level fast --json $(RESULTS)/eval-fast.json
-	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 16384 \
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 12288 \
 		--json $(RESULTS)/eval-decode.json
 	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
 	$(BIN)/dejavu bench relu-30m --plan relu-30m --peers transformers,ctranslate2 \
-		--new-tokens 128 --repeats 7 --json $(RESULTS)/bench-relu-30m.json
+		--new-tokens 128 --repeats 9 --json $(RESULTS)/bench-relu-30m.json
 	$(BIN)/dejavu bench --shape opt-1.3b --dtype bf16 --densities 0.05,0.1,0.2,0.4 \
 		--peers transformers --new-tokens 32 --plot docs/plots/opt-1.3b-bf16.png \
 		--json $(RESULTS)/bench-opt-1.3b-bf16.json
@@ -87,12 +87,13 @@ GPU_BENCH = mkdir -p $(RESULTS) && $(GPU_DEJAVU) bench --device cuda
 GPU_DENSITIES := 0.05,0.1,0.2,0.4,0.05/0.5,0.1/0.5
 GPU_DECODE := opt-6.7b opt-30b opt-66b opt-175b-layer
 GPU_KERNELS := opt-6.7b opt-66b opt-175b-layer
+GPU_LAZY := opt-6.7b opt-30b opt-66b
 
 .PHONY: results-gpu plots-gpu $(GPU_DECODE:%=gpu-%) $(GPU_DECODE:%=gpu-compiled-%) gpu-batch \
-	$(GPU_KERNELS:%=gpu-kernels-%)
+	$(GPU_KERNELS:%=gpu-kernels-%) $(GPU_LAZY:%=gpu-lazy-%)
 
 results-gpu: $(GPU_DECODE:%=gpu-%) $(GPU_DECODE:%=gpu-compiled-%) gpu-batch \
-	$(GPU_KERNELS:%=gpu-kernels-%) plots-gpu
+	$(GPU_KERNELS:%=gpu-kernels-%) $(GPU_LAZY:%=gpu-lazy-%) plots-gpu
 
 $(GPU_DECODE:%=gpu-%): gpu-%:
 	$(GPU_BENCH) --shape $* --densities $(GPU_DENSITIES) \
@@ -103,10 +104,14 @@ $(GPU_DECODE:%=gpu-compiled-%): gpu-compiled-%:
 		--json $(RESULTS)/gpu-compiled-$*.json
 
 gpu-batch:
-	$(GPU_BENCH) --shape opt-66b --batch 8 --densities 0.024 --peers none \
+	$(GPU_BENCH) --shape opt-66b --batch 8 --densities 0.024,0.1 --look-ahead 0.5 --peers none \
 		--json $(RESULTS)/gpu-opt-66b-batch-8.json
-	$(GPU_BENCH) --shape opt-66b --batch 16 --densities 0.019 --peers none \
+	$(GPU_BENCH) --shape opt-66b --batch 16 --densities 0.019,0.1 --look-ahead 0.5 --peers none \
 		--json $(RESULTS)/gpu-opt-66b-batch-16.json
+
+$(GPU_LAZY:%=gpu-lazy-%): gpu-lazy-%:
+	$(GPU_BENCH) --shape $* --densities 0.1,0.1/0.5 --lazy-kv --look-ahead 0.5 --peers none \
+		--json $(RESULTS)/gpu-$*-lazy-kv.json
 
 $(GPU_KERNELS:%=gpu-kernels-%): gpu-kernels-%:
 	$(GPU_BENCH) --shape $* --kernels --densities 0.05,0.1,0.2 \

@@ -24,7 +24,16 @@ def unknown(
 def architectures() -> list[str]:
     """`model_type`s with a file of their own in `dejavu.models`."""
     package = importlib.import_module("dejavu.models")
-    shared = {"base", "config_fields", "deferred_kv", "kv_cache", "neurons", "rope", "slots"}
+    shared = {
+        "base",
+        "config_fields",
+        "deferred_kv",
+        "kv_cache",
+        "neurons",
+        "rope",
+        "slots",
+        "streaming",
+    }
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in shared)
 
 

@@ -105,7 +105,7 @@ def test_the_strip_tells_layers_blocks_and_heads(page: Any) -> None:
 
 
 def test_side_by_side_marks_where_they_part(page: Any, expected: Callable[..., str]) -> None:
-    prompt = "The captain of the ship said that"
+    prompt = "Once upon a time"
     page.get_by_label("Level").select_option("fast")
     send(page, prompt, "side by side", tokens=40)
     done(page)

@@ -229,9 +229,12 @@ def price_for_loss(
     allowed = math.log1p(max_loss)
     low, high = 0.0, GRID[-1]  # sparsities
     sparsity = _FIRST_TRIAL
-    if known is not None:
-        sparsity = _guess(planned_sparsity(curves, known[0]), _bound(known[1]), allowed)
     best = None
+    if known is not None:
+        sparsity = planned_sparsity(curves, known[0])
+        if _bound(known[1]) <= allowed:
+            best, low = known, sparsity
+        sparsity = _guess(sparsity, _bound(known[1]), allowed)
     for _ in range(_TRIALS):
         price = price_for_sparsity(curves, sparsity if low < sparsity < high else (low + high) / 2)
         sparsity = planned_sparsity(curves, price)

@@ -124,7 +124,8 @@ class PlanSelector(MeteredSelector):
         # Made on one stream and read on another: freed at once, its memory would be the next
         # kernel's output while a selection still reads it.
         hidden: dict[Key, Tensor] = {}
-        self._held.append(hidden)
+        if not self._brief:  # whose selections all come from one stream
+            self._held.append(hidden)
 
         def choose(key: Key, selection: Selection) -> Selection:
             if key not in predictors:

@@ -30,7 +30,7 @@ def answer_on_cluster(settings: Settings, left: Iterable[Line], record: Record) 
     Raises DejavuError where the actors cannot work.
     """
     lines = {line.number: line for line in left}
-    block = 2 * open_lines(settings)
+    block = open_lines(settings)  # an actor starts a whole block at once
     with cluster(settings):
         threads = replica_threads(settings)
         settings = settings.model_copy(update={"threads": threads})

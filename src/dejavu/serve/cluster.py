@@ -18,9 +18,10 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when Ray is imported
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from dejavu.errors import DejavuError
 from dejavu.serve.errors import ApiError
 from dejavu.serve.front import Answering, Front
 from dejavu.serve.guard import Guard
@@ -99,7 +100,11 @@ def deploy(settings: Settings, log_level: str) -> ServeReplicas:
         },
     )
     serve.start(proxy_location="Disabled")
-    handle = serve.run(deployment.bind(settings, log_level), name=APPLICATION, route_prefix=None)
+    try:
+        bound = deployment.bind(settings, log_level)
+        handle = serve.run(bound, name=APPLICATION, route_prefix=None)
+    except (RuntimeError, RayError) as error:
+        raise DejavuError(f"no replica came up: {error}") from error
     return ServeReplicas(handle)
 
 
