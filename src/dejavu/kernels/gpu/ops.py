@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dejavu.kernels.gpu.heads import HeadOps
-from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, PREFETCH, lists, padded_rows, tile_of
+from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
 from dejavu.kernels.gpu.norm import norm_kernel
 from dejavu.kernels.gpu.rows import project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
@@ -99,7 +99,7 @@ class TritonOps(HeadOps):
             TILES=power_of_two(tiles),
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            num_warps=config.warps,
         )  # fmt: skip
         return self._sum_rows(
             a, down, down_bias, None, residual, flat=flat, total=total, skip=listed,
@@ -198,7 +198,7 @@ class TritonOps(HeadOps):
             *channels, SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            num_warps=config.warps,
         )  # fmt: skip
 
     def _sum_rows(
@@ -238,7 +238,7 @@ class TritonOps(HeadOps):
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            num_warps=config.warps,
         )  # fmt: skip
         return out
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dejavu.kernels.gpu.activation import activate
-from dejavu.kernels.gpu.grid import begin, is_listed, multiply, prefetch
+from dejavu.kernels.gpu.grid import begin, is_listed, multiply
 
 
 @triton.jit
@@ -94,17 +94,6 @@ def _project_block(
 
 
 @triton.jit
-def _ask(
-    w, program, outputs, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SELECTED: tl.constexpr
-):  # fmt: skip
-    """Prefetch the beginnings of a program's rows, unless a selection may leave them out."""
-    if not SELECTED:
-        row = program * BLOCK + tl.arange(0, BLOCK)
-        SPAN: tl.constexpr = WIDTH * w.dtype.element_ty.primitive_bitwidth // 8
-        prefetch(w, row.to(tl.int64), width, row < outputs, SPAN)
-
-
-@triton.jit
 def project_kernel(
     x, rows, width,
     w0, scale0, bias0, y0, outputs0, programs0,
@@ -113,21 +102,10 @@ def project_kernel(
     indices, counts, mask, entries, channels0, channels1, channels2,
     SELECTED0: tl.constexpr, SELECTED1: tl.constexpr, SELECTED2: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to three projections of the same input `[rows, width]`, side by side in the grid."""
     program = tl.program_id(0)
-    if PREFETCH and PDL:
-        if program < programs0:
-            _ask(w0, program, outputs0, width, BLOCK, WIDTH, SELECTED0)
-        if w1 is not None:
-            if (program >= programs0) & (program < programs0 + programs1):
-                _ask(w1, program - programs0, outputs1, width, BLOCK, WIDTH, SELECTED1)
-        if w2 is not None:
-            if program >= programs0 + programs1:
-                _ask(
-                    w2, program - programs0 - programs1, outputs2, width, BLOCK, WIDTH, SELECTED2
-                )  # fmt: skip
     begin(PDL)
     if program < programs0:
         _project_block(
@@ -156,7 +134,7 @@ def up_kernel(
     indices, counts, mask, active, tiles, parts, threshold,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
     not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
@@ -167,10 +145,6 @@ def up_kernel(
     where its results belong in the common list a program learns meanwhile.
     """
     program = tl.program_id(0)
-    if PREFETCH and PDL:
-        _ask(up, program, neurons, width, BLOCK, WIDTH, LISTED)
-        if gate is not None:
-            _ask(gate, program, neurons, width, BLOCK, WIDTH, LISTED)
     begin(PDL)
     n = tl.arange(0, ROWS)
     slots = tl.arange(0, BLOCK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, listed, multiply, prefetch, running_counts
+from dejavu.kernels.gpu.grid import begin, listed, multiply, running_counts
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def sum_rows_kernel(
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
 
@@ -121,12 +121,6 @@ def sum_rows_kernel(
     A share is every shares-th block of rows: its first block is known before the total is.
     """
     block, share = tl.program_id(0), tl.program_id(1)
-    if PREFETCH and PDL and LIST == "all":
-        SPAN: tl.constexpr = COLUMNS * w.dtype.element_ty.primitive_bitwidth // 8
-        start = w + block * COLUMNS
-        for turn in tl.static_range(2):
-            ahead = (share + turn * shares) * BLOCK + tl.arange(0, BLOCK)
-            prefetch(start, ahead.to(tl.int64), columns, ahead < width, SPAN)
     begin(PDL)
     running = 0
     if LIST == "flat":
