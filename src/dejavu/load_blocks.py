@@ -56,11 +56,14 @@ def load_to_read(
     Raises what `load_model` raises; InputError, with what is missing, where not even one block
     fits beside the embeddings.
     """
-    reader = BlockReader(source, dtype=dtype, device=device)
-    if memory is None and reader.device.type == "cuda":
-        memory = free_memory(reader.device)
-    if memory is None or reader.total <= _ROOM * memory:
-        return load_model(source, dtype=dtype, device=reader.device, progress=progress)
+    target = resolve_device(device)
+    if memory is None:
+        if target.type != "cuda":
+            return load_model(source, dtype=dtype, device=target, progress=progress)
+        memory = free_memory(target)
+    reader = BlockReader(source, dtype=dtype, device=target)
+    if reader.total <= _ROOM * memory:
+        return load_model(source, dtype=dtype, device=target, progress=progress)
     warnings.warn(
         f"{reader.checkpoint.path} needs {reader.total / 1e9:.2f} GB on {reader.device}, of which "
         f"{memory / 1e9:.2f} GB are to be used: its blocks are read one by one for every pass over "
