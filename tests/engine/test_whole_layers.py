@@ -1,4 +1,4 @@
-"""Layers read whole where that is cheaper: who is chosen when, and that no row's result changes."""
+"""Where a plan's steps compute everything: who is chosen when, and what the steps write then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dejavu.engine.engine import Engine
 from dejavu.engine.graph_step import GraphStep, Replay
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import Request
-from dejavu.engine.whole_layers import WholeLayers
+from dejavu.engine.whole_layers import Places, WholeLayers
 from dejavu.kernels.gpu.costs import CostTable, MLPCost
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Ops
@@ -41,41 +41,82 @@ class Line:
         return self.slope * np.asarray(shares, dtype=np.float64)
 
 
-def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> frozenset[int]:
+def chooser(cost: Callable[[int], Line], layers: int, heads: int = 0) -> WholeLayers:
+    """Of MLPs with 100 neurons, and predictors for as many layers."""
+    places = [(Site.NEURONS, n) for n in range(layers)] + [(Site.HEADS, n) for n in range(heads)]
+    return WholeLayers(cost, 100, places)
+
+
+def neurons(*layers: int) -> Places:
+    return Places((Site.NEURONS, layer) for layer in layers)
+
+
+def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> Places:
     for _ in range(steps):
         whole.note(rows, np.asarray(listed))
     return whole.of(rows)
 
 
 def test_the_cheaper_side_is_chosen_layer_by_layer() -> None:
-    whole = WholeLayers(lambda rows: Line(1.5), 100)
-    assert noted(whole, 8, [10, 90, 60, 100, 0], 3) == frozenset()  # nothing is known yet
-    assert noted(whole, 8, [10, 90, 60, 100, 0], 1) == {1, 3}
+    whole = chooser(lambda rows: Line(1.5), 5)
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 3) == neurons()  # nothing is known yet
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 1) == neurons(1, 3)
     assert whole.of(4) == frozenset()  # every bucket by itself
 
 
 def test_costs_are_of_the_bucket_s_rows() -> None:
-    whole = WholeLayers(lambda rows: Line(0.9 if rows == 1 else 1.5), 100)
-    assert noted(whole, 1, [90, 95], 4) == frozenset()
-    assert noted(whole, 2, [90, 95], 4) == {0, 1}
+    whole = chooser(lambda rows: Line(0.9 if rows == 1 else 1.5), 2)
+    assert noted(whole, 1, [50, 55], 4) == neurons()
+    assert noted(whole, 2, [90, 95], 4) == neurons(0, 1)
 
 
 def test_a_choice_follows_what_is_listed_and_not_every_whim() -> None:
-    whole = WholeLayers(lambda rows: Line(1.5), 100)
-    assert noted(whole, 2, [90, 10], 4) == {0}
-    noted(whole, 2, [68, 10], 400)  # hardly dearer whole: no capture for that
-    assert whole.of(2) == {0}
-    assert noted(whole, 2, [10, 90], 400) == {1}
+    whole = chooser(lambda rows: Line(1.5), 3)
+    assert noted(whole, 2, [10, 90, 10], 4) == neurons(1)
+    noted(whole, 2, [68, 90, 10], 400)  # hardly dearer: no capture for that
+    assert whole.of(2) == neurons(1)
+    assert noted(whole, 2, [90, 90, 10], 400) == neurons(0, 1)
 
 
 def test_a_bucket_has_few_choices() -> None:
     """Each means a capture and memory for a graph."""
-    whole = WholeLayers(lambda rows: Line(1.5), 100)
+    whole = chooser(lambda rows: Line(1.5), 12)
     generator = np.random.default_rng(0)
     seen = set()
     for _ in range(30):
         seen.add(noted(whole, 2, generator.integers(0, 101, size=12).tolist(), 200))
     assert 1 < len(seen) <= 4
+
+
+def timed(whole: WholeLayers, listed: list[int], seconds: Callable[[Places], float]) -> Places:
+    """The choice of a bucket after all its trials, each step as long as its places say."""
+    for _ in range(30):
+        places = whole.of(8)
+        whole.note(8, np.asarray(listed), seconds(places) if whole.timing(8) else None)
+    return whole.of(8)
+
+
+@pytest.mark.parametrize(("dense", "kept"), [(0.5, True), (0.995, False), (2.0, False)])
+def test_what_promises_little_is_timed_against_the_dense_step(dense: float, kept: bool) -> None:
+    """Heads have no costs in the table: they are all computed, too, where that is faster."""
+    whole = chooser(lambda rows: Line(1.5), 2, heads=2)
+    everything = Places((site, layer) for site in Site for layer in range(2))
+    chosen = timed(whole, [60, 60], lambda places: dense if places == everything else 1.0)
+    assert chosen == (everything if kept else neurons())
+
+
+def test_what_surely_pays_is_not_timed() -> None:
+    whole = chooser(lambda rows: Line(1.5), 2)
+    tried = set()
+    assert timed(whole, [10, 10], lambda places: float(len(tried.add(places) or ()))) == neurons()
+    assert not tried
+
+
+def test_a_choice_is_made_anew_some_day() -> None:
+    """Whole layers do not tell what they would have listed."""
+    whole = chooser(lambda rows: Line(1.5), 1)
+    assert noted(whole, 2, [100], 4) == neurons(0)
+    assert noted(whole, 2, [0], 5000) == neurons()
 
 
 class Graphs:
@@ -112,9 +153,9 @@ class Side:
     def __init__(self, model: DecoderLM, selector: PlanSelector, ops: Ops, rows: int) -> None:
         self.selector, self.graphs = selector, Graphs()
         cache = KVCache(model.config, rows * blocks_for(LENGTH))
-        self.whole = None
-        if not isinstance(ops, TorchOps):
-            self.whole = WholeLayers(lambda rows: Line(1.5), model.config.intermediate_size)
+        self.whole = WholeLayers(
+            lambda rows: Line(1.5), model.config.intermediate_size, selector.predicted
+        )
         self.step = GraphStep(
             model, cache, selector, ops, max_rows=rows, max_length=LENGTH, capture=self.graphs,
             whole_layers=self.whole,
@@ -139,28 +180,34 @@ class Side:
 
 
 @pytest.mark.parametrize(("rows", "distance"), [(1, 0.0), (2, 0.5)])
-def test_steps_read_whole_what_is_cheaper_and_results_stay(
+def test_steps_compute_whole_what_is_cheaper(
     rows: int, distance: float, tiny: Callable[..., Tiny], few_programs: Ops
 ) -> None:
-    """Layer 1 lists nearly all, layer 0 little: after four steps layer 1 is read whole."""
+    """Layer 1 lists nearly all, layer 0 little: after four steps layer 1 is computed whole."""
     model = load_model(tiny("opt", num_attention_heads=2).path).model
     shifts = {0: -1.0, 1: 2.0}
     ours = Side(model, plan(model, shifts, distance), few_programs, rows)
     theirs = Side(model, plan(model, shifts, distance), TorchOps(), rows)
-    assert ours.whole is not None
     for step in range(6):
+        if step == 4:
+            before = [(read.neurons, read.active) for read in theirs.selector.reads()]
+            assert before == [(read.neurons, read.active) for read in ours.selector.reads()]
         expected = theirs.play()
         found = ours.play(expected.argmax(dim=1).tolist())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert ours.whole.of(rows) == (frozenset() if step < 3 else {1})
+        assert ours.whole.of(rows) == (neurons() if step < 3 else neurons(1))
     assert ours.graphs.captures == 2
-    mine, full = ours.selector.reads(), theirs.selector.reads()
-    assert mine[0].neurons == full[0].neurons
-    neurons = model.config.intermediate_size
-    before = full[1].neurons
-    assert before is not None
-    assert before < neurons
-    assert mine[1].neurons == pytest.approx((4 * before + 2 * neurons) / 6, rel=0.03)
+    every = model.config.intermediate_size
+    mine, (listed, active) = ours.selector.reads()[1], before[1]
+    assert listed is not None
+    assert active is not None
+    assert active <= listed < every
+    assert mine.neurons == pytest.approx((4 * listed + 2 * every) / 6)
+    assert mine.active == pytest.approx((4 * active + 2 * every) / 6)
+    assert ours.selector.reads() == theirs.selector.reads()
+    assert ours.selector.meter.used() == theirs.selector.meter.used()
+    size = plan(model, {0: 0.0}).predictor_bytes
+    assert ours.selector.predictor_bytes == pytest.approx(size * (1 + 4 / 6))
 
 
 def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) -> None:
@@ -177,19 +224,21 @@ def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) 
 @pytest.mark.cuda
 @pytest.mark.parametrize("model_type", ["opt", "llama"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_gpu_writes_the_same_text_with_layers_read_whole(
+def test_a_gpu_writes_the_same_text_with_layers_computed_whole(
     rows: int, model_type: str, tiny: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp32, half a block ahead: one text may part where a score lies next to its threshold."""
+    """fp32, half a block ahead; layer 1's predictor lists everything, so that whole is the same.
+    One text may part where a score lies next to its threshold."""
     cost = MLPCost(1.0, ((0.0, 0.1), (1.0, 1.5)))
     monkeypatch.setattr(CostTable, "mlp", lambda *_, **__: cost)
     loaded = load_model(tiny(model_type).path, device="cuda")
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     texts = []
-    for never in (False, True):
-        if never:
-            monkeypatch.setattr(WholeLayers, "of", lambda *_: frozenset())
-        engine = Engine(loaded, plan(loaded.model, {0: -2.0, 1: 4.0}, 0.5), max_batch=8)
+    for whole_layers in (True, False):
+        engine = Engine(
+            loaded, plan(loaded.model, {0: -2.0, 1: 1e3}, 0.5), max_batch=8,
+            whole_layers=whole_layers,
+        )  # fmt: skip
         requests = [engine.add(prompt(3 + n, seed=n), params) for n in range(rows)]
         while engine.running or engine.waiting:
             engine.step()
@@ -198,7 +247,8 @@ def test_a_gpu_writes_the_same_text_with_layers_read_whole(
         step = engine._steps["default"]
         assert isinstance(step, GraphStep)
         chosen = {whole for _, _, whole in step._graphs}
-        assert chosen == ({frozenset()} if never else {frozenset(), frozenset({1})})
+        everything = neurons(0, 1)  # timed, as the table promises little
+        assert chosen - {everything} == ({neurons(), neurons(1)} if whole_layers else {neurons()})
     assert sum(a != b for a, b in zip(*texts, strict=True)) <= 1
 
 

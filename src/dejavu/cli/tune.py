@@ -103,7 +103,8 @@ def tune(
         for key, cost in costs.items():
             listed = ", ".join(f"{share:.0%} {time:.0f}" for share, time in cost.listed)
             console().print(
-                f"{key}: whole {cost.whole:.0f} us; listed {listed}; whole is cheaper from "
+                f"{key}: whole {cost.whole:.0f} us; listed {listed}; choosing "
+                f"{cost.choosing:.0f}; whole is cheaper from "
                 f"{cost.limit:.0%} on",
                 highlight=False,
             )

@@ -20,7 +20,8 @@ from dejavu.kernels.ops import Ops
 from dejavu.models.base import DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
-from dejavu.sparsity.policy import Selector
+from dejavu.predictor.selector import PlanSelector
+from dejavu.sparsity.policy import Selector, Site
 
 if TYPE_CHECKING:
     from dejavu.kernels.gpu.costs import CostTable
@@ -85,10 +86,12 @@ def decode_step(
     max_length: int,
     vocab_size: int | None = None,
     lazy_kv: bool = False,
+    whole_layers: bool = True,
 ) -> Step:
     """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
     vocab_size: logits and ids end there; default: the model's. lazy_kv: see `kernels.lazy`.
+    whole_layers: on a GPU, compute everything where that is faster than a plan's choice.
     Raises InputError where the device or the model does not allow lazy-kv.
     """
     if model.streamed:
@@ -119,12 +122,19 @@ def decode_step(
         max_length=max_length,
         vocab_size=vocab_size,
         lazy_kv=lazy_kv,
-        whole_layers=whole_layers(model, ops.costs) if isinstance(ops, Priced) else None,
+        whole_layers=_whole_layers(model, selector, ops, lazy_kv) if whole_layers else None,
     )
 
 
-def whole_layers(model: DecoderLM, table: CostTable) -> WholeLayers:
+def _whole_layers(
+    model: DecoderLM, selector: Selector, ops: Ops, lazy_kv: bool
+) -> WholeLayers | None:
     """Chooses by the costs of a model's MLPs."""
+    if not isinstance(ops, Priced) or not isinstance(selector, PlanSelector):
+        return None
+    # With lazy-kv a head owes keys and values to those that choose it.
+    places = [place for place in selector.predicted if not lazy_kv or place[0] is Site.NEURONS]
+    table: CostTable = ops.costs
     c, up = model.config, model.weights.blocks[0].mlp.up.weight
     itemsize = up.data.element_size()
     return WholeLayers(
@@ -132,4 +142,5 @@ def whole_layers(model: DecoderLM, table: CostTable) -> WholeLayers:
             rows, c.intermediate_size, c.hidden_size, itemsize, gated=c.gated_mlp
         ),
         c.intermediate_size,
+        places,
     )

@@ -60,6 +60,7 @@ class Engine:
         prefill_chunk: int | None = None,
         prompt_ops: Ops | None = None,
         lazy_kv: bool | Collection[str] = False,
+        whole_layers: bool = True,
     ) -> None:
         """A cache for `max_batch` sequences of `max_model_len` tokens is reserved, or as much of it
         as fits into `cache_bytes` (default: half of the machine's memory; on a GPU four fifths of
@@ -72,6 +73,8 @@ class Engine:
         lazy_kv: on a GPU, keys and values of heads that a selector leaves out are computed when
             the head is next used, for steps of up to 4 rows; or the arms for which that is so.
         prompt_ops: of prompts; default: torch's, on the CPU with the kernels for int8 weights.
+        whole_layers: on a GPU, a plan's steps compute everything where that is faster than what
+            the plan chooses, see `engine.whole_layers`.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
             the cache holds of it.
         vocab_size: sampled ids lie below it (a tokenizer may have fewer than the model).
@@ -131,6 +134,7 @@ class Engine:
                 max_length=max_model_len,
                 vocab_size=self.vocab_size,
                 lazy_kv=lazy_kv if isinstance(lazy_kv, bool) else name in lazy_kv,
+                whole_layers=whole_layers,
             )
             for name, chosen in selectors.items()
         }

@@ -25,7 +25,7 @@ class Priced(Protocol):
     """A selector that knows what choosing costs; an oracle, which has to compute everything first,
     is none."""
 
-    predictor_bytes: int
+    predictor_bytes: float
 
 
 class Counting(Selector):

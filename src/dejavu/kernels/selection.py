@@ -42,9 +42,6 @@ class Selection:
         result.
     active: int64 `[1]` or None; `ops.mlp` adds to it the listed neurons whose activation is not 0
         for some row that uses them: with a selection, down rows of all others are not read either.
-    read_all: everything is read all the same, which is faster where nearly everything is listed;
-        each row still uses just its own, so a mask must say which unless everything is listed. Only
-        GPU kernels do so; `active` and what `ops.tally` counts as read are all entries then.
     All of static shape, filled in place by selectors, so a captured step can replay.
     """
 
@@ -53,7 +50,6 @@ class Selection:
     counts: Tensor
     mask: Tensor | None = None
     active: Tensor | None = None
-    read_all: bool = False
 
     @staticmethod
     def full(entries: int, *, device: str | torch.device = "cpu") -> Selection:

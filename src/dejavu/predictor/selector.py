@@ -45,8 +45,7 @@ class Choice:
 class PlanSelector(MeteredSelector):
     """Selects by the choices of a plan's level; a place without one computes everything.
 
-    whole: layers whose selected neurons the next forward finds by reading them all, see
-    `Selection.read_all`; of layers with a predictor.
+    whole: places that the next forward computes whole, as if they had no predictor: none runs.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class PlanSelector(MeteredSelector):
             if choice.predictor is not None
         }
         self._buffers: dict[tuple[Site, int, int], Selection] = {}
-        self.whole: frozenset[int] = frozenset()
-        self._whole: dict[tuple[int, int], Selection] = {}  # the same lists, read whole
+        self.whole: frozenset[Key] = frozenset()
         self._by_source: dict[int, list[Key]] = {}
         for (site, layer), choice in choices.items():
             self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
@@ -81,9 +79,27 @@ class PlanSelector(MeteredSelector):
         self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
         self._counted: list[Callable[[], None]] = []
         self._held: list[dict[Key, Tensor]] = []  # what work ahead may still be reading
-        self.predictor_bytes = sum(
-            choice.predictor.nbytes for choice in choices.values() if choice.predictor is not None
+        self._predictor_bytes = {
+            key: choice.predictor.nbytes
+            for key, choice in choices.items()
+            if choice.predictor is not None
+        }
+
+    @property
+    def predictor_bytes(self) -> float:  # type: ignore[override]
+        """Of the predictors that ran, mean over the steps since the last reset."""
+        return sum(
+            nbytes * self.meter.choosing(*key) for key, nbytes in self._predictor_bytes.items()
         )
+
+    @property
+    def predicted(self) -> dict[Key, int]:
+        """Places with a predictor, and their entries."""
+        return {
+            key: choice.predictor.entries
+            for key, choice in self._choices.items()
+            if choice.predictor is not None
+        }
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         self._start((site, layer), points, ops)
@@ -115,7 +131,7 @@ class PlanSelector(MeteredSelector):
 
         Those of later places run ahead, beside the work until there.
         """
-        keys = self._by_source.get(_point(*now), ())
+        keys = [k for k in self._by_source.get(_point(*now), ()) if k not in self.whole]
         if not keys:
             return
         x = points.source(*now)
@@ -144,7 +160,7 @@ class PlanSelector(MeteredSelector):
 
         for key in sorted(keys, key=lambda key: key != now):
             run = at_once if key == now else ops.ahead
-            selection = self._target(key, len(x))
+            selection = self._buffer(*key, len(x), self._choices[key])
             self._started[key] = run(partial(choose, key, selection))
             count = partial(self.meter.tally, *key, selection, len(x), ops)
             self._counted.append(ops.ahead(count))
@@ -167,20 +183,6 @@ class PlanSelector(MeteredSelector):
             out.zero_()
         else:
             torch.sum(counts, dim=1, dtype=torch.int64, out=out)
-
-    def _target(self, key: Key, rows: int) -> Selection:
-        """Where a step of so many rows puts its selection."""
-        site, layer = key
-        found = self._buffer(site, layer, rows, self._choices[key])
-        if site != Site.NEURONS or layer not in self.whole or key not in self._biases:
-            return found
-        if (layer, rows) not in self._whole:
-            mask = found.mask
-            if mask is None:
-                shape = rows, found.entries
-                mask = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-            self._whole[layer, rows] = replace(found, mask=mask, read_all=True)
-        return self._whole[layer, rows]
 
     def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
         """The static buffers of a step of so many rows."""

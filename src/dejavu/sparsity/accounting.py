@@ -136,7 +136,7 @@ def step_bytes(
     reads: Sequence[LayerReads],
     *,
     groups: int,
-    predictor_bytes: int = 0,
+    predictor_bytes: float = 0,
 ) -> float:
     """Bytes of a step that reads so many rows in each layer, and all predictors.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dejavu.kernels.ops import Ops
@@ -32,6 +35,8 @@ class Meter:
         self._active = zeros(1)
         self._rows = 1
         self._steps = self._lazy = 0
+        # The same three numbers of places that a step computes whole, and such steps.
+        self._whole = {site: np.zeros((layers, 4), dtype=np.int64) for site in Site}
         self.live: Tensor | None = None
 
     def watch(self, layer: int, selection: Selection) -> Selection:
@@ -43,11 +48,20 @@ class Meter:
         self._rows = rows
         ops.tally(selection, rows, self._counters[site][layer], live=self.live)
 
-    def stepped(self, rows: int, *, lazy: bool) -> None:
-        """A step of so many live rows ran; lazy: without k and v of unused heads."""
+    def stepped(
+        self, rows: int, *, lazy: bool, whole: Mapping[tuple[Site, int], int] | None = None
+    ) -> None:
+        """A step of so many live rows ran; lazy: without k and v of unused heads. whole: places
+        where it computed everything in place of selecting, with their entries."""
         self._rows = rows
         self._steps += 1
         self._lazy += lazy
+        for (site, layer), entries in (whole or {}).items():
+            self._whole[site][layer] += entries, entries * rows, rows, 1
+
+    def choosing(self, site: Site, layer: int) -> float:
+        """Share of the steps since the last reset in which a place could select."""
+        return 1.0 - float(self._whole[site][layer, 3]) / max(self._steps, 1)
 
     def reset(self) -> None:
         """Start anew."""
@@ -55,6 +69,8 @@ class Meter:
             counter.zero_()
         self._active.zero_()
         self._steps = self._lazy = 0
+        for whole in self._whole.values():
+            whole.fill(0)
 
     def snapshot(self) -> list[Tensor]:
         """The counts as they are, for `restore`."""
@@ -67,14 +83,14 @@ class Meter:
 
     def used(self, site: Site = Site.NEURONS) -> list[float]:
         """Entries that a row used, mean over rows and steps, by layer; 0 where nothing selects."""
-        return [used / max(rows, 1) for _, used, rows in self._counters[site].tolist()]
+        return [used / max(rows, 1) for _, used, rows in self._counted(site)]
 
     def density(self, neurons: int) -> float:
         """Share of a layer's `neurons` that a row used, mean over layers, rows and steps.
 
         Steps may have had any numbers of rows. A layer that never selected has used all.
         """
-        counted = self._counters[Site.NEURONS].tolist()
+        counted = self._counted(Site.NEURONS)
         shares = [used / (rows * neurons) if rows else 1.0 for _, used, rows in counted]
         return sum(shares) / len(shares)
 
@@ -85,10 +101,11 @@ class Meter:
         never selected has read everything.
         """
         found = []
-        for neurons, (active,), heads in zip(
-            self._counters[Site.NEURONS].tolist(),
-            self._active.tolist(),
-            self._counters[Site.HEADS].tolist(),
+        all_active = self._whole[Site.NEURONS][:, 0]
+        for neurons, active, heads in zip(
+            self._counted(Site.NEURONS),
+            (self._active[:, 0].cpu().numpy() + all_active).tolist(),
+            self._counted(Site.HEADS),
             strict=True,
         ):
             of_neurons, of_heads = (
@@ -105,14 +122,20 @@ class Meter:
             )
         return found
 
+    def _counted(self, site: Site) -> list[list[int]]:
+        """Entries read, entries used, rows, by layer."""
+        counted: NDArray[np.int64] = self._counters[site].cpu().numpy()
+        total: list[list[int]] = (counted + self._whole[site][:, :3]).tolist()
+        return total
+
 
 class MeteredSelector(Selector):
     """A selector with a meter, that says what its steps read and what choosing costs.
 
-    predictor_bytes: read by every step to choose, whatever is chosen.
+    predictor_bytes: read by a step to choose, whatever is chosen.
     """
 
-    predictor_bytes = 0
+    predictor_bytes: float = 0
 
     def __init__(self, layers: int, device: torch.device | None = None) -> None:
         self.meter = Meter(layers, device)

@@ -26,18 +26,19 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 class MLPCost(NamedTuple):
-    """whole: microseconds with everything read, each row using its own. listed: (share of the
-    neurons, microseconds), by rising share."""
+    """whole: microseconds with everything computed. listed: (share of the neurons, microseconds),
+    by rising share. choosing: microseconds that a predictor takes, if nothing hides them."""
 
     whole: float
     listed: tuple[tuple[float, float], ...]
+    choosing: float = 0.0
 
     def at(self, shares: ArrayLike) -> NDArray[np.float64]:
-        """Microseconds with such shares listed, each between 0 and 1."""
+        """Microseconds with such shares chosen, each between 0 and 1."""
         known, times = np.asarray(self.listed, dtype=np.float64).T
         # Below the smallest share nothing is known but that less is read.
         found: NDArray[np.float64] = np.interp(np.asarray(shares, dtype=np.float64), known, times)
-        return found
+        return found + self.choosing
 
     @property
     def limit(self) -> float:
@@ -53,20 +54,23 @@ class _Rule(NamedTuple):
     fixed: float
     megabyte: float
 
+    def at(self, megabytes: float) -> float:
+        return self.fixed + self.megabyte * megabytes
+
 
 # Lines through what an H200 took for OPT-66B and OPT-6.7B, for one row and for more.
 _WHOLE = {True: _Rule(8.0, 0.235), False: _Rule(20.0, 0.235)}
 _LISTED = {True: _Rule(12.0, 0.238), False: _Rule(60.0, 0.265)}
+_CHOOSING = {True: _Rule(8.0, 0.004), False: _Rule(20.0, 0.004)}  # a megabyte of the MLP
 
 
 def _guess(rows: int, size: int) -> MLPCost:
     """Of an MLP of so many bytes."""
-    whole, listed = _WHOLE[rows == 1], _LISTED[rows == 1]
     megabytes = size / 1e6
-    return MLPCost(
-        whole.fixed + whole.megabyte * megabytes,
-        ((0.0, listed.fixed), (1.0, listed.fixed + listed.megabyte * megabytes)),
+    whole, listed, choosing = (
+        rule[rows == 1].at(megabytes) for rule in (_WHOLE, _LISTED, _CHOOSING)
     )
+    return MLPCost(whole, ((0.0, _LISTED[rows == 1].fixed), (1.0, listed)), choosing)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def _parsed(stored: Mapping[str, Any]) -> Iterator[tuple[str, MLPCost]]:
         listed = tuple((float(share), float(time)) for share, time in pairs)
         if not listed or list(listed) != sorted(listed):
             raise ValueError(name)
-        yield name, MLPCost(float(cost["whole"]), listed)
+        yield name, MLPCost(float(cost["whole"]), listed, float(cost["choosing"]))
 
 
 def _driver() -> str:

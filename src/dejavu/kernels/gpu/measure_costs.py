@@ -20,6 +20,7 @@ SHARES = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 _REPEATS = 7
 _COLD = 4  # times the last-level cache that is read between two uses of a byte
 _MOST_LAYERS = 32
+_WIDE = 6144  # hidden_size from which predictors have a rank of 256
 _RELU = Activation("relu")
 
 Timer = Callable[[Callable[[], object]], float]
@@ -33,6 +34,7 @@ def measure_costs(
     *,
     rows: Sequence[int] = BUCKETS,
     shares: Sequence[float] = SHARES,
+    rank: int | None = None,
     timer: Timer | None = None,
     cache: int | None = None,
     progress: Callable[[str, MLPCost], None] | None = None,
@@ -40,10 +42,11 @@ def measure_costs(
     """The cost of one MLP by `costs.key`, out of memory: calls rotate over distinct layers.
 
     ops: cut as they will run. All listed neurons are active, which is the worst case. timer, cache:
-    default, the device's own clock and last-level cache in bytes. progress gets each entry as soon
-    as it is measured.
+    default, the device's own clock and last-level cache in bytes. rank: of predictors; default:
+    what is usual for the width. progress gets each entry as soon as it is measured.
     """
     device = ops.device
+    rank = (256 if shape.hidden_size > _WIDE else 128) if rank is None else rank
     timer = _timer(device) if timer is None else timer
     if cache is None:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -51,11 +54,14 @@ def measure_costs(
     with on(device):
         layers = _Layers(shape, device, dtype, _COLD * cache, min(shares))
         for batch in rows:
-            whole = timer(layers.work(ops, batch, 0.5, whole=True))
-            listed = [(s, timer(layers.work(ops, batch, s, whole=False))) for s in sorted(shares)]
+            whole = timer(layers.work(ops, batch, None))
+            listed = [(s, timer(layers.work(ops, batch, s))) for s in sorted(shares)]
+            choosing = timer(layers.choosing(ops, batch, rank))
             name = key(batch, shape.neurons, shape.hidden_size, dtype.itemsize, gated=shape.gated)
             each = 1e6 / len(layers.ups)
-            found[name] = MLPCost(whole * each, tuple((s, t * each) for s, t in listed))
+            found[name] = MLPCost(
+                whole * each, tuple((s, t * each) for s, t in listed), choosing * each
+            )
             if progress is not None:
                 progress(name, found[name])
     return found
@@ -83,13 +89,13 @@ class _Layers:
         self.gates = made() if shape.gated else [None] * count
         self._bias = torch.full((shape.neurons,), 8.0, device=device)  # everything is active
 
-    def work(self, ops: TritonOps, rows: int, share: float, *, whole: bool) -> Callable[[], object]:
-        """All layers once, with such a share of the neurons listed for all rows together."""
+    def work(self, ops: TritonOps, rows: int, share: float | None) -> Callable[[], object]:
+        """All layers once, with such a share of the neurons listed for all rows together; None:
+        with everything."""
         shape, device = self._shape, self._device
         x = torch.randn(rows, shape.hidden_size, device=device).to(self._dtype)
         residual = torch.randn(rows, shape.hidden_size, device=device)
-        each = 1.0 - (1.0 - share) ** (1.0 / rows)
-        lists = [self._selection(rows, each, whole=whole) for _ in self.ups]
+        lists = [None if share is None else self._selection(rows, share) for _ in self.ups]
 
         def run() -> None:
             for up, gate, down, chosen in zip(self.ups, self.gates, self.downs, lists, strict=True):
@@ -98,14 +104,34 @@ class _Layers:
 
         return run
 
-    def _selection(self, rows: int, density: float, *, whole: bool) -> Selection:
+    def choosing(self, ops: TritonOps, rows: int, rank: int) -> Callable[[], object]:
+        """A predictor for every layer, counted as in a step."""
+        shape, device = self._shape, self._device
+
+        def codes(entries: int, width: int) -> list[Matrix]:
+            size, scale = (entries, width), torch.ones(entries, device=device)
+            made = (
+                torch.randint(-127, 128, size, dtype=torch.int8, device=device) for _ in self.ups
+            )
+            return [Matrix(data, scale) for data in made]
+
+        firsts, seconds = codes(rank, shape.hidden_size), codes(shape.neurons, rank)
+        x = torch.randn(rows, shape.hidden_size, device=device).to(self._dtype)
+        bias = torch.full((shape.neurons,), -93.0 * rank**0.5, device=device)
+        out = Selection.empty(shape.neurons, rows, device=device)
+        counter = torch.zeros(3, dtype=torch.int64, device=device)
+
+        def run() -> None:
+            for first, second in zip(firsts, seconds, strict=True):
+                (hidden,) = ops.linear(x, [Projection(first)])
+                ops.tally(ops.select(hidden, second, bias, out=out), rows, counter)
+
+        return run
+
+    def _selection(self, rows: int, share: float) -> Selection:
+        density = 1.0 - (1.0 - share) ** (1.0 / rows)
         mask = torch.rand(rows, self._shape.neurons, device=self._device) < density
-        chosen = Selection.from_mask(mask)
-        if not whole:
-            return chosen
-        return Selection(
-            chosen.entries, chosen.indices, chosen.counts, mask.to(torch.uint8), read_all=True
-        )
+        return Selection.from_mask(mask)
 
 
 def _timer(device: torch.device) -> Timer:

@@ -81,7 +81,7 @@ class TritonOps(HeadOps):
         rows, width = x.shape
         neurons = up.weight.rows
         a = self._empty(rows, neurons)
-        listed = selection is not None and not selection.read_all
+        listed = selection is not None
         tiles = selection.indices.shape[0] if selection is not None else 0
         flat = torch.empty(neurons, dtype=torch.int32, device=x.device) if listed else None
         total = torch.empty(1, dtype=torch.int32, device=x.device) if listed else None
@@ -148,8 +148,7 @@ class TritonOps(HeadOps):
         programs = max(1, min(_TALLIERS, -(-places // _TALLIED)))
         self._launch(
             tally_kernel, (programs,), selection.counts, selection.mask, counter, live, tiles, rows,
-            selection.entries, WHOLE=selection.read_all, TILES=power_of_two(tiles),
-            WIDTH=_TALLIED, num_warps=4,
+            selection.entries, TILES=power_of_two(tiles), WIDTH=_TALLIED, num_warps=4,
         )  # fmt: skip
 
     def _norm(
@@ -219,8 +218,7 @@ class TritonOps(HeadOps):
         out = self._empty(rows, columns)
         if out.numel() == 0:
             return out
-        everything = selection is None or (selection.read_all and selection.mask is not None)
-        kind = "flat" if flat is not None else "all" if everything else "tiles"
+        kind = "flat" if flat is not None else "all" if selection is None else "tiles"
         guard = guard or selection is not None
         tiles = 0 if selection is None else selection.indices.shape[0]
         entries = 1 if selection is None else selection.entries

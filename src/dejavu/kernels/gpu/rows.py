@@ -139,7 +139,7 @@ def up_kernel(
     """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
     not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
     numbers) and total (how many). active counts the down rows that will be read: of listed neurons
-    those that some row activates, else all.
+    those that some row activates.
 
     A tile is shared by `parts` programs, which need no other tile's count before they read weights;
     where its results belong in the common list a program learns meanwhile.
@@ -195,10 +195,7 @@ def up_kernel(
             place = neuron
         tl.store(out + n[None, :].to(tl.int64) * neurons + place[:, None], a, mask=written)
         if active is not None:
-            if LISTED:
-                live += tl.sum(tl.max((written & (a != 0)).to(tl.int32), axis=1), axis=0)
-            else:
-                live += tl.sum(held.to(tl.int32), axis=0)
+            live += tl.sum(tl.max((written & (a != 0)).to(tl.int32), axis=1), axis=0)
     if LISTED:
         if program == 0:
             tl.store(total, tl.sum(others, axis=0))

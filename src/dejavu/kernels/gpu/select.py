@@ -98,11 +98,11 @@ def sign_kernel(
 @triton.jit
 def tally_kernel(
     counts, mask, counter, live, tiles, rows, entries,
-    WHOLE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counter += (entries read, entries used summed over rows, rows), of the first live[0] rows.
 
-    WHOLE: all entries are read, whatever is listed. Programs share the mask among them: for one
+    Programs share the mask among them: for one
     alone 16 rows would take longer than a small model's MLP.
     """
     begin(PDL)
@@ -113,10 +113,6 @@ def tally_kernel(
         counted = rows
     t = tl.arange(0, TILES)
     listed = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0).to(tl.int64)
-    if WHOLE:
-        read = listed * 0 + entries
-    else:
-        read = listed
     if mask is None:
         used = listed * counted
     else:
@@ -127,6 +123,6 @@ def tally_kernel(
             found += tl.load(mask + place, mask=place < held, other=0).to(tl.int32)
         used = tl.sum(found, axis=0).to(tl.int64)
     if program == 0:
-        tl.store(counter, tl.load(counter) + read)
+        tl.store(counter, tl.load(counter) + listed)
         tl.store(counter + 2, tl.load(counter + 2) + counted)
     tl.atomic_add(counter + 1, used)
