@@ -150,12 +150,12 @@ class Scorer:
         found = []
         for part in (ids[n : n + size] for n in range(0, len(ids), size)):
             end = start + len(part)
-            batch = Batch(
+            batch = Batch.prefill(
                 torch.tensor(part),
-                torch.arange(start, end),
-                torch.arange(blocks_for(end), dtype=torch.int32)[None],
-                torch.tensor([end], dtype=torch.int32),
-                last_only,
+                list(range(blocks_for(end))),
+                start=start,
+                last_only=last_only,
+                device=self._model.device,
             )
             found.append(self._model.forward(batch, prompt.cache, selector, self._ops))
             start = end
@@ -173,7 +173,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 def _scored(logits: Tensor | None, continuation: tuple[int, ...]) -> Scored:
     if logits is None:
         return Scored(0.0, True, torch.empty(0, 0))
-    targets = torch.tensor(continuation)
+    targets = torch.tensor(continuation, device=logits.device)
     each = logits.log_softmax(dim=1).gather(1, targets[:, None])
     total = float(each.double().sum())
     if not torch.isfinite(each).all():
