@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dejavu.bench.forced import Target, default_rank, force, random_predictors
+from dejavu.bench.forced import Target, default_rank, force, gpu_rank, random_predictors
 from dejavu.bench.subject import make_prompts
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
 from dejavu.errors import InputError
 from dejavu.kernels.native import NativeOps
+from dejavu.kernels.nibbles import Nibbles
+from dejavu.predictor.options import PrepareOptions
 from dejavu.sparsity.policy import Site
 
 PROMPT, ANSWER = 10, 40
@@ -64,8 +66,9 @@ def test_heads_are_forced_beside_neurons(tiny, look_ahead):
     assert chosen.shape == (ANSWER, 3, 4)
     assert chosen.float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert forced.meter.used(Site.HEADS) == pytest.approx([2, 2, 2], abs=0.5)
-    heads = 3 * (3 * (32 + 4) + 4 * (3 + 4) + 4 * 4)
-    neurons = 3 * (32 * (32 + 4) + 200 * (32 + 4) + 4 * 200)
+    heads = 3 * (3 * (16 + 4) + 4 * 2 + 4 * 4)
+    rank = default_rank(tiny.loaded.model.config)
+    neurons = 3 * (rank * (16 + 4) + 200 * -(-rank // 2) + 4 * 200)
     assert forced.predictor_bytes == heads + neurons
     distances = {key: choice.distance for key, choice in forced._choices.items()}
     assert distances[Site.HEADS, 0] == 0.0
@@ -84,13 +87,10 @@ def test_targets():
 
 
 def test_ranks_and_look_ahead(tiny):
-    assert [default_rank(width) for width in (768, 4096, 7168, 9216, 12288)] == [
-        128,
-        128,
-        256,
-        256,
-        256,
-    ]
+    assert [gpu_rank(width) for width in (768, 4096, 7168, 12288)] == [128, 128, 256, 256]
+    config = tiny.loaded.model.config
+    assert default_rank(config, torch.device("cuda")) == 128
+    assert default_rank(config) in PrepareOptions().neuron_ranks(config)
     with pytest.raises(InputError, match="look-ahead"):
         force(tiny.loaded, (0.1,), [1], [2, 3], look_ahead=2.0)
 
@@ -108,20 +108,25 @@ def test_correction_leads_from_a_wrong_density_to_the_asked_one(tiny):
     assert errors[-1] < 0.01
 
 
-def test_predictors_are_int8_and_their_bytes_are_counted(tiny):
+def test_predictors_have_4_bits_and_their_bytes_are_counted(tiny):
     config = tiny.loaded.model.config
     predictors = random_predictors(config, 7)
-    assert all(p.first.dtype == p.second.dtype == "int8" and p.rank == 7 for p in predictors)
+    for p in predictors:
+        assert isinstance(p.first, Nibbles)
+        assert isinstance(p.second, Nibbles)
+        assert p.rank == 7
     (forced,) = force(tiny.loaded, (0.2,), [1, 2], [3, 4, 5], rank=7)
     hidden, neurons, layers = 32, 200, 3
-    one = 7 * (hidden + 4) + neurons * (7 + 4) + 4 * neurons
+    one = 7 * (hidden // 2 + 4) + neurons * 4 + 4 * neurons
     assert forced.predictor_bytes == layers * one
 
 
-def test_scores_have_a_spread_of_one(tiny):
-    from dejavu.kernels.reference import TorchOps
-
-    config = tiny.loaded.model.config
-    x = torch.randn(300, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    scores = random_predictors(config, 32)[0].scores(x, TorchOps())
-    assert scores.std().item() == pytest.approx(1.0, abs=0.1)
+def test_a_bias_set_for_a_place_counts_from_the_next_step_on(tiny):
+    prompt = make_prompts(tiny, 1, PROMPT, seed=1)[0]
+    answer = make_prompts(tiny, 1, 4, seed=2)[0]
+    (forced,) = force(tiny.loaded, (0.3,), prompt, answer)
+    wanted = torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.4
+    forced.set_bias((Site.NEURONS, 1), torch.where(wanted, 1e30, -1e30))
+    chosen = masks(tiny, forced, prompt, answer)
+    assert (chosen[:, 1] == wanted).all()
+    assert not (chosen[:, 0] == wanted).all()

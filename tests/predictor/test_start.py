@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dejavu.predictor import start as start_module
 from dejavu.predictor.start import Factors, Moments, calibrate, random_start, regression, svd_start
 
 
@@ -119,3 +120,22 @@ def test_calibration_finds_the_best_scale_and_offset_of_every_entry() -> None:
     for scale, offset in ((1.02, 0.0), (0.98, 0.0), (1.0, 0.02), (1.0, -0.02)):
         moved = Factors(done.first, done.second * scale, done.bias * scale + offset)
         assert loss(moved, x, weights) > best
+
+
+@pytest.mark.parametrize("cells", [1, 2000, 14_001])
+def test_calibration_in_pieces_is_that_of_all_entries_at_once(
+    monkeypatch: pytest.MonkeyPatch, cells: int
+) -> None:
+    x, (weight, bias) = inputs(2000), layer()
+    (start,) = svd_start(weight, bias, Moments.of(x), [3])
+    weights = F.linear(x, weight, bias).clamp(min=0)
+    kept = [tensor.clone() for tensor in (start.first, start.second, start.bias, x, weights)]
+    whole = calibrate(start, x, weights)
+    monkeypatch.setattr(start_module, "_CELLS", cells)
+    pieces = calibrate(start, x, weights)
+    torch.testing.assert_close(pieces.second, whole.second, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pieces.bias, whole.bias, rtol=1e-5, atol=1e-5)
+    for tensor, before in zip(
+        (start.first, start.second, start.bias, x, weights), kept, strict=True
+    ):
+        assert torch.equal(tensor, before)

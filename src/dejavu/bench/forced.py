@@ -1,9 +1,9 @@
 """Plans forced to a density on random weights: the speed is real, the text means nothing.
 
-Every layer gets predictors of random int8 matrices, and biases calibrated on the model's own
-inputs so that a score is above 0 as often as asked. Which neurons (and heads) those are changes
-from token to token. From there on it is a plan like any other: the same selector, kernels and
-meter. The density is counted while it runs, never assumed.
+Every layer gets predictors of random matrices, 4-bit on the CPU and int8 on a GPU, and biases
+calibrated on the model's own inputs so that a score is above 0 as often as asked. Which neurons
+(and heads) those are changes from token to token. From there on it is a plan like any other: the
+same selector, kernels and meter. The density is counted while it runs, never assumed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,33 @@ from dejavu.config import ModelConfig
 from dejavu.errors import InputError
 from dejavu.kernels.device import CPU, on
 from dejavu.kernels.matrix import Matrix
+from dejavu.kernels.nibbles import Nibbles
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
+from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.selector import Choice, Key, PlanSelector
 from dejavu.sparsity.policy import Points, Selector, Site
 
 HEAD_RANK = 64
 _WIDE = 6144  # hidden_size above that of 13B models
 _BYTE_SPREAD = 73.3  # standard deviation of uniform bytes from -127 to 127
+_NIBBLE_SPREAD = 4.61  # of uniform numbers from 0 to 15
 
 
-def default_rank(hidden_size: int) -> int:
-    """Of neuron predictors: 128 up to models of 13B, 256 from 30B on."""
+def default_rank(config: ModelConfig, device: torch.device = CPU) -> int:
+    """Of neuron predictors: on the CPU the middle one of those that `prepare` tries by default, on
+    a GPU `gpu_rank`."""
+    if device.type != "cpu":
+        return gpu_rank(config.hidden_size)
+    ranks = PrepareOptions().neuron_ranks(config)
+    return ranks[len(ranks) // 2]
+
+
+def gpu_rank(hidden_size: int) -> int:
+    """128 up to models of 13B and 256 from 30B on."""
     return 256 if hidden_size > _WIDE else 128
 
 
@@ -100,6 +112,7 @@ class Forced(PlanSelector):
         device = next(iter(cuts.values())).bias.device
         super().__init__(config.num_hidden_layers, config.intermediate_size, choices, device)
         self.target = target
+        self._centres = {key: cut.bias.clone() for key, cut in cuts.items()}
         self._spreads = {key: float(cut.spread) for key, cut in cuts.items()}
         self._entries = {key: len(cut.bias) for key, cut in cuts.items()}
 
@@ -112,17 +125,18 @@ class Forced(PlanSelector):
         """
         errors = [0.0]
         for site in Site:
-            used, asked = self.meter.used(site), self.target.of(site)
+            asked = self.target.of(site)
             away = []
-            for layer, count in enumerate(used):
+            for layer, count in enumerate(self.meter.chosen(site)):
                 key = site, layer
-                if key not in self._spreads:
+                if key not in self._spreads or count is None:
                     continue
                 entries, spread = self._entries[key], self._spreads[key]
                 away.append(count / entries - asked)
                 if asked < 1.0:
                     shift = _z(count / entries, entries) - _z(asked, entries)
-                    self._biases[key].add_(shift * spread)  # recorded steps read it
+                    self._centres[key] += shift * spread
+                    self.set_bias(key, self._centres[key])
             if away:
                 errors.append(abs(sum(away) / len(away)))
         return max(errors)
@@ -139,11 +153,16 @@ def random_predictors(
     """One for each layer, without bias; scores of normalised inputs have a spread of about 1."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def matrix(rows: int, columns: int) -> Matrix:
-        shape = rows, columns
-        data = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator, device=device)
-        scale = torch.full((rows,), columns**-0.5 / _BYTE_SPREAD, device=device)
-        return Matrix(data, scale)
+    def drawn(low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, shape, dtype=dtype, generator=generator, device=device)
+
+    def matrix(rows: int, columns: int) -> Matrix | Nibbles:
+        step = torch.full((rows,), columns**-0.5, device=device)
+        if device.type == "cpu":
+            data = drawn(0, 256, rows, -(-columns // 2), dtype=torch.uint8)
+            return Nibbles(data, step / _NIBBLE_SPREAD, columns)
+        data = drawn(-127, 128, rows, columns, dtype=torch.int8)
+        return Matrix(data, step / _BYTE_SPREAD)
 
     neurons = site is Site.NEURONS
     entries = config.intermediate_size if neurons else config.num_key_value_heads
@@ -182,7 +201,7 @@ def force(
     model = loaded.model
     config, device = model.config, model.device
     ranks = {
-        Site.NEURONS: default_rank(config.hidden_size) if rank is None else rank,
+        Site.NEURONS: default_rank(config, device) if rank is None else rank,
         Site.HEADS: head_rank,
     }
     predictors: dict[Key, Predictor] = {}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dejavu.bench.backend import Backend, open_backend
-from dejavu.bench.forced import default_rank
+from dejavu.bench.forced import gpu_rank
 from dejavu.bench.gpu_stack import Draw, Stack
 from dejavu.bench.kernels import MLPShape
 from dejavu.bench.machine import Machine, Origin, origin
@@ -108,7 +108,7 @@ def bench_mlp_on_gpu(
     started = origin()
     kind = WEIGHT_DTYPES[dtype]
     backend = open_backend(device, kind) if backend is None else backend
-    rank = default_rank(shape.hidden_size) if rank is None else rank
+    rank = gpu_rank(shape.hidden_size) if rank is None else rank
     cache = backend.machine.last_level_cache
     with on(device):
         torch.manual_seed(seed)

@@ -97,7 +97,7 @@ def summarize(
             skipped=options.skipped,
             repeats=options.repeats,
             sampling="greedy; the tokens read are random" if fed else "greedy",
-            rank=default_rank(config.hidden_size) if options.rank is None else options.rank,
+            rank=default_rank(config, backend.device) if options.rank is None else options.rank,
             head_rank=options.head_rank,
             look_ahead=options.look_ahead,
             cuts=backend.cuts,

@@ -130,7 +130,7 @@ class Replayed(PlanSelector):
     ) -> None:
         """rank: of the predictors; default: `default_rank`. look_ahead: in blocks, see `Points`;
         the first layer predicts from its own input."""
-        made = random_predictors(config, rank or default_rank(config.hidden_size), device=CPU)
+        made = random_predictors(config, rank or default_rank(config), device=CPU)
         choices: dict[Key, Choice] = {
             (Site.NEURONS, layer): Choice(
                 predictor, look_ahead if look_ahead <= layer + 0.5 else 0.0
@@ -143,5 +143,4 @@ class Replayed(PlanSelector):
     def turn_to(self, token: int) -> None:
         """Let the next step be this token of the trace."""
         for layer, mask in enumerate(self._trace.masks[token]):
-            bias = self._biases[Site.NEURONS, layer]
-            bias.fill_(-_FAR).masked_fill_(mask, _FAR)  # in place: recorded steps read it
+            self.set_bias((Site.NEURONS, layer), torch.where(mask, _FAR, -_FAR))

@@ -52,7 +52,11 @@ def bench(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of every arm.")] = 5,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", min=1, help="Of forced predictors; default: 128, from 30B on 256."),
+        typer.Option(
+            "--rank",
+            min=1,
+            help="Of forced predictors; default: prepare's on a CPU; on a GPU 128, 30B on 256.",
+        ),
     ] = None,
     look_ahead: Annotated[
         float,

@@ -51,10 +51,12 @@ class Curve:
         self.rows += len(scores)
         self._above = None
         bins = ((scores - LOW) / STEP).floor_().clamp_(-1, _BINS - 2).add_(1).long().flatten()
-        c = contributions.flatten().double()
-        columns = (None, (c != 0).double(), worthy.flatten().double(), c.square(), c)
-        for row, weights in zip(self.table, columns, strict=True):
-            row += torch.bincount(bins, weights=weights, minlength=_BINS).cpu()
+        c = contributions.flatten()
+        self.table[0] += _counted(bins)
+        places = c.nonzero().squeeze(1)  # of a sparse activation few: zeros add nothing below
+        bins, c, worth = bins[places], c[places].double(), worthy.flatten()[places].double()
+        for row, weights in zip(self.table[1:], (None, worth, c.square(), c), strict=True):
+            row += _counted(bins, weights)
 
     def at(self, threshold: float, sensitivity: float) -> Figures:
         """Figures at a threshold (taken at the nearest bin edge, LOW to HIGH)."""
@@ -77,3 +79,7 @@ class Curve:
             precision_active=share(kept["active"], kept["selected"]),
             precision_worthy=share(kept["worthy"], kept["selected"]),
         )
+
+
+def _counted(bins: Tensor, weights: Tensor | None = None) -> Tensor:
+    return torch.bincount(bins, weights=weights, minlength=_BINS).cpu()

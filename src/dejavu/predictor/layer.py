@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,7 @@ from dejavu.predictor.worth import Neurons
 from dejavu.sparsity.policy import Site
 
 _CALIBRATION_ROWS = 8192
-_CHUNK = 1024
+_CHUNK = 512
 _TRIAL_SHARE = 0.2  # of the steps
 _TRIAL_JUDGED = 4096  # tokens
 TYPICAL_THRESHOLD = -0.5  # where levels of half a percent to one come to lie
@@ -84,29 +84,25 @@ def learn(
 
     one: only the rank that is cheapest in all after a trial with a few of the steps.
     """
-    if one and len(ranks) > 1:
-        trial = replace(options, epochs=_TRIAL_SHARE * options.epochs)
-        tried = learn(task, data, held.first(_TRIAL_JUDGED), ranks, distance, trial, ops)
-        ranks = [min(tried, key=lambda candidate: cost(task, candidate)).predictor.rank]
-    site, layer = task.key
-    x = data.source(site, layer, distance)
+    x = data.source(*task.key, distance)
     assert x is not None
-
-    def weights_of(rows: Tensor) -> Tensor:
-        return task.weights(task.contributions(data, rows, ops))
-
     starts = _starts(task, x, data, ranks, options.seed, ops)
-    trained = train(x, weights_of, starts, options)
-    found = []
-    for factors in trained:
-        predictor = quantise(factors, options.bits)
-        if not all(map(_finite, (factors.first, factors.second, factors.bias))):
-            raise PlanError(
-                f"layer {layer}, {site}: training did not converge (rate {options.rate:g}); "
-                "try a lower rate"
-            )
-        found.append(Candidate(predictor, distance, judge(task, predictor, held, distance, ops)))
-    return found
+
+    def trained(
+        starts: Sequence[Factors], options: TrainOptions, held: Recorded
+    ) -> Iterator[Candidate]:
+        def weights_of(rows: Tensor) -> Tensor:
+            return task.weights(task.contributions(data, rows, ops))
+
+        for factors in train(x, weights_of, starts, options):
+            predictor = quantise(_checked(factors, task, options.rate), options.bits)
+            yield Candidate(predictor, distance, judge(task, predictor, held, distance, ops))
+
+    if one and len(starts) > 1:
+        few = replace(options, epochs=_TRIAL_SHARE * options.epochs)
+        costs = [cost(task, tried) for tried in trained(starts, few, held.first(_TRIAL_JUDGED))]
+        starts = [starts[costs.index(min(costs))]]
+    return list(trained(starts, options, held))
 
 
 def cost(task: Task, candidate: Candidate) -> float:
@@ -168,5 +164,11 @@ def _starts(
     return [calibrate(start, inputs, weights) for start in starts]
 
 
-def _finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
+def _checked(factors: Factors, task: Task, rate: float) -> Factors:
+    """Themselves, if all are finite."""
+    if all(bool(torch.isfinite(f).all()) for f in (factors.first, factors.second, factors.bias)):
+        return factors
+    site, layer = task.key
+    raise PlanError(
+        f"layer {layer}, {site}: training did not converge (rate {rate:g}); try a lower rate"
+    )

@@ -126,6 +126,13 @@ class PlanSelector(MeteredSelector):
             self._counted.clear()
             self._held.clear()
 
+    def set_bias(self, key: Key, bias: Tensor) -> None:
+        """From the next step on, let the scores of a place with a predictor have another bias, fp32
+        `[entries]`; in place, since recorded steps read it."""
+        choice = self._choices[key]
+        assert choice.predictor is not None
+        self._biases[key].copy_(_folded(replace(choice.predictor, bias=bias), choice.threshold))
+
     def _start(self, now: Key, points: Points, ops: Ops) -> None:
         """Begin every selection that reads the point which `now` reads at distance 0.
 
