@@ -22,6 +22,7 @@ import torch
 from prepare_gpu import StageClock, token_windows
 
 from dejavu.bench.export import export
+from dejavu.bench.machine import origin, this_machine
 from dejavu.bench.shapes import hf_config
 from dejavu.kernels.device import resolve_device
 from dejavu.kernels.reference import TorchOps
@@ -99,7 +100,12 @@ def main() -> None:
         heads=False,
         measure_cost=False,
     )
-    result: dict[str, Any] = {"shape": asked.shape, "share": asked.share}
+    result: dict[str, Any] = {
+        "shape": asked.shape,
+        "share": asked.share,
+        "machine": this_machine(device).to_json(),
+        "origin": origin().to_json(),
+    }
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder = asked.folder or Path(temporary) / "model"
         if not (folder / "config.json").is_file():

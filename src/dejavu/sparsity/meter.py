@@ -85,6 +85,11 @@ class Meter:
         """Entries that a row used, mean over rows and steps, by layer; 0 where nothing selects."""
         return [used / max(rows, 1) for _, used, rows in self._counted(site)]
 
+    def chosen(self, site: Site) -> list[float | None]:
+        """Entries that a row chose, mean over rows and the steps in which it did, by layer; None
+        where it never did."""
+        return [used / rows if rows else None for _, used, rows in self._counters[site].tolist()]
+
     def density(self, neurons: int) -> float:
         """Share of a layer's `neurons` that a row used, mean over layers, rows and steps.
 

@@ -9,29 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, is_listed
+from dejavu.kernels.gpu.grid import begin, is_listed, prefetch
+from dejavu.kernels.gpu.select import ride_select
 
 
 @triton.jit
-def attention_kernel(
-    q, k, v, keys, values, table, lengths, y, scale, window, kv_heads, head_dim, max_blocks,
-    indices, counts, mask, missing, slots, partial, arrived,
+def _attend(
+    q, k, v, keys, values, table, length, y, scale, window, kv_heads, head_dim, max_blocks,
+    indices, counts, mask, missing, slots, partial, arrived, row, head, split,
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, RING: tl.constexpr, COMPLETE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, RING: tl.constexpr, COMPLETE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, one key/value head with its GROUP query heads, one split.
-
-    q `[N, H, d]`; k, v `[N, K, d]`; y `[N, H, d]`; partial fp32 `[N * K, SPLITS, QUERIES, DIM + 2]`
-    (weighted values, then the largest score and the weights' sum); arrived int32 `[N * K]`, left at
-    0. QUERIES: GROUP, padded for `tl.dot` where GROUP > 1.
-
-    Lazy-kv (k is None): the cache holds what used heads need of the step's own token too, and
-    unused ones note in `missing` that they lack it; see `kernels.lazy`.
-    """
-    begin(PDL)
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
+    """One split of one key/value head of a row; see `attention_kernel`."""
     g = tl.arange(0, QUERIES)
     c = tl.arange(0, DIM)
     t = tl.arange(0, TOKENS)
@@ -131,3 +121,61 @@ def attention_kernel(
                 sums = tl.sum(parts * factor[:, :, None], axis=0)
                 weight = tl.sum(weights * factor, axis=0)
                 tl.store(y + spot, sums / weight[:, None], mask=real)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, keys, values, table, lengths, y, scale, window, kv_heads, head_dim, max_blocks,
+    indices, counts, mask, missing, slots, partial, arrived,
+    hidden, second, second_scale, second_bias, second_indices, second_counts, counter, entries,
+    RANK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr,
+    TILE: tl.constexpr, RING: tl.constexpr, COMPLETE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: one row, one key/value head with its GROUP query heads, one split.
+
+    q `[N, H, d]`; k, v `[N, K, d]`; y `[N, H, d]`; partial fp32 `[N * K, SPLITS, QUERIES, DIM + 2]`
+    (weighted values, then the largest score and the weights' sum); arrived int32 `[N * K]`, left at
+    0. QUERIES: GROUP, padded for `tl.dot` where GROUP > 1.
+
+    Lazy-kv (k is None): the cache holds what used heads need of the step's own token too, and
+    unused ones note in `missing` that they lack it; see `kernels.lazy`.
+
+    Where a selection rides along there is one row, and the programs of further ones make its tiles.
+    """
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rider = row * 0 - 1
+    if second is not None:
+        if row > 0:
+            rider = ((row - 1) * kv_heads + head) * SPLITS + split
+        row = row * 0
+    if EARLY:  # no kernel of a step writes them
+        length = tl.load(lengths + row)
+        first_token = tl.maximum(length - window, 0)
+        first_token += split * (length - first_token) // SPLITS
+        near = first_token + tl.arange(0, TOKENS)
+        wanted = near < length
+        block = tl.load(table + row * max_blocks + near // BLOCK_TOKENS, mask=wanted, other=0)
+        near = (block.to(tl.int64) * BLOCK_TOKENS + near % BLOCK_TOKENS) * kv_heads + head
+        if PDL:
+            SPAN: tl.constexpr = DIM * keys.dtype.element_ty.primitive_bitwidth // 8
+            prefetch(keys, near, head_dim, wanted, SPAN)
+            prefetch(values, near, head_dim, wanted, SPAN)
+    begin(PDL)
+    if not EARLY:
+        length = tl.load(lengths + row)
+    if rider < 0:
+        _attend(
+            q, k, v, keys, values, table, length, y, scale, window, kv_heads, head_dim, max_blocks,
+            indices, counts, mask, missing, slots, partial, arrived, row, head, split,
+            BLOCK_TOKENS, GROUP, QUERIES, DIM, TOKENS, STAGES, SPLITS, SELECTED, TILE, RING,
+            COMPLETE,
+        )  # fmt: skip
+    if second is not None:
+        if rider >= 0:
+            ride_select(
+                hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
+                entries, rider, RANK, SECOND_TILE, SECOND_WIDTH,
+            )  # fmt: skip

@@ -22,6 +22,27 @@ def begin(pdl: tl.constexpr):
 
 
 @triton.jit
+def prefetch(first, rows, stride, wanted, SPAN: tl.constexpr):
+    """Ask for the first SPAN bytes of some stored rows, so that they lie in the last-level cache
+    when the kernel before has ended: weights, which no kernel writes, need not wait for `begin`.
+
+    first: pointer to row 0. rows: int64 `[R]`. stride: elements of a row. wanted: bool `[R]`.
+    """
+    LINE: tl.constexpr = 128  # bytes
+    LINES: tl.constexpr = (SPAN + LINE - 1) // LINE
+    line = tl.arange(0, LINES).to(tl.int64) * LINE
+    start = (first + rows * stride).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [start[:, None] + line[None, :], wanted.to(tl.int32)[:, None]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def running_counts(counts, tiles, TILES: tl.constexpr):
     """Entries listed in the tiles up to and with each: int32 `[TILES]` (TILES >= tiles)."""
     t = tl.arange(0, TILES)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dejavu.kernels.gpu.attention import attention_kernel
-from dejavu.kernels.gpu.launch import Launcher, lists, tile_of
+from dejavu.kernels.gpu.beside import Riding
+from dejavu.kernels.gpu.launch import lists, tile_of
 from dejavu.kernels.gpu.lazy import lazy_kernel
 from dejavu.kernels.gpu.norm import rope_kernel
 from dejavu.kernels.gpu.tuning import power_of_two
@@ -15,10 +16,11 @@ from dejavu.kernels.ops import CacheView, Projection
 from dejavu.kernels.selection import Selection
 
 _EVERYTHING = 1 << 30  # a window no context reaches
+EARLY = False
 _COPY = 2048  # elements of an input that a program keeps for later
 
 
-class HeadOps(Launcher):
+class HeadOps(Riding):
     """The part of `kernels.ops.Ops` that is about heads, and `kernels.lazy.LazyOps`."""
 
     def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,14 +69,15 @@ class HeadOps(Launcher):
         config = self.tuning.lazy(rows, heads * head_dim, width, q.weight.data.element_size())
         block = min(config.block, max(16, power_of_two(head_dim)))
         parts = -(-head_dim // block)
+        first, constants, firsts = self._ride_first(x)
         self._launch(
-            lazy_kernel, (3 * heads * parts + rows * -(-width // _COPY),),
+            lazy_kernel, (3 * heads * parts + rows * -(-width // _COPY) + firsts,),
             x, deferred.inputs, deferred.missing, deferred.slots, cache.lengths, rows, width,
             q.weight.data, q.weight.scale, q.bias, queries,
             k.weight.data, k.weight.scale, k.bias, cache.keys,
             v.weight.data, v.weight.scale, v.bias, cache.values,
             cache.block_table, cache.block_table.stride(0), heads, head_dim, parts,
-            *lists(selection), COMPLETE=deferred.complete, RING=RING,
+            *lists(selection), *first, **constants, COMPLETE=deferred.complete, RING=RING,
             BLOCK_TOKENS=cache.keys.shape[1], TILE=tile_of(selection),
             COLUMNS=RING * power_of_two(rows), BLOCK=block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages, COPY=_COPY,
@@ -107,16 +110,18 @@ class HeadOps(Launcher):
         splits = config.shares
         y = self._empty(rows, heads, head_dim)
         partial = self._empty(rows * kv_heads, splits, queries, dim + 2) if splits > 1 else None
+        second, constants, tiles = self._ride_second(_EVERYTHING if rows == 1 else 0)
         self._launch(
-            attention_kernel, (rows, kv_heads, splits),
+            attention_kernel, (rows + -(-tiles // (kv_heads * splits)), kv_heads, splits),
             q, k, v, cache.keys, cache.values, cache.block_table, lengths, y, scale,
             _EVERYTHING if window is None else window, kv_heads, head_dim,
             cache.block_table.stride(0), *lists(selection),
             None if deferred is None else deferred.missing,
             None if deferred is None else deferred.slots, partial, self._arrived,
+            *second, **constants,
             BLOCK_TOKENS=cache.keys.shape[1], GROUP=group, QUERIES=queries, DIM=dim,
             TOKENS=config.block, SPLITS=splits, SELECTED=selection is not None,
             TILE=tile_of(selection), RING=RING, COMPLETE=deferred is not None and deferred.complete,
-            STAGES=config.stages, num_warps=config.warps,
+            STAGES=config.stages, EARLY=EARLY, num_warps=config.warps,
         )  # fmt: skip
         return y

@@ -17,6 +17,7 @@ from dejavu.kernels.selection import Selection
 
 MAX_ROWS = 16
 ARRIVALS = 1 << 14  # places where programs count themselves
+PREFETCH = False  # weights before the wait for the kernel ahead, see `grid.prefetch`
 
 
 class Launcher:

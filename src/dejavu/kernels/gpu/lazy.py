@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dejavu.kernels.gpu.grid import begin, is_listed, multiply
+from dejavu.kernels.gpu.rows import ride_first
 
 
 @triton.jit
@@ -51,12 +52,15 @@ def lazy_kernel(
     x, ring, missing, slots, lengths, rows, width,
     wq, scale_q, bias_q, y, wk, scale_k, bias_k, keys, wv, scale_v, bias_v, values,
     table, max_blocks, heads, head_dim, parts, indices, counts, mask,
+    first, first_scale, first_y, first_outputs, firsts,
+    FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     COMPLETE: tl.constexpr, RING: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, COPY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program: a part of one head's rows in one of q, k, v; the programs after those copy x into
-    the rings, from where others read only older places.
+    the rings, from where others read only older places. The last `firsts` programs are of a first
+    stage that rides along.
 
     y fp32 `[rows, heads, head_dim]`, not written where a head is unused. COLUMNS: rows times RING,
     padded. Which heads lack what is brought up to date by the attention kernel after this one.
@@ -115,7 +119,7 @@ def lazy_kernel(
                     BLOCK, WIDTH, EVEN, STAGES,
                 )  # fmt: skip
                 tl.store(values + spot, result.to(values.dtype.element_ty), mask=written)
-    else:
+    elif program < tl.num_programs(0) - firsts:
         chunk = program - 3 * each
         chunks = tl.cdiv(width, COPY)
         copied = chunk // chunks
@@ -125,3 +129,10 @@ def lazy_kernel(
         tl.store(
             ring + to.to(tl.int64) * width + at, value.to(ring.dtype.element_ty), mask=at < width
         )
+    if first is not None:
+        rider = program - tl.num_programs(0) + firsts
+        if rider >= 0:
+            ride_first(
+                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
+                FIRST_WIDTH, FIRST_EVEN,
+            )  # fmt: skip

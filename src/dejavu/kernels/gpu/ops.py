@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu.kernels.gpu.beside import Rider
 from dejavu.kernels.gpu.heads import HeadOps
-from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
+from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, PREFETCH, lists, padded_rows, tile_of
 from dejavu.kernels.gpu.norm import norm_kernel
-from dejavu.kernels.gpu.rows import project_kernel, up_kernel
+from dejavu.kernels.gpu.rows import first_kernel, project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
 from dejavu.kernels.gpu.sums import sum_rows_kernel
 from dejavu.kernels.gpu.tuning import power_of_two
@@ -23,6 +24,8 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, Projection
 from dejavu.kernels.selection import Selection
 
+FIRST = True
+_FIRST_ROWS = 512
 _TALLIED, _TALLIERS = 4096, 32  # bytes of a mask that a program counts at once; programs at most
 
 
@@ -49,6 +52,8 @@ class TritonOps(HeadOps):
 
     def linear(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
         x = x.contiguous()
+        if self._collecting:
+            return self._collect_first(x, list(projections))
         rows, width = x.shape
         outputs = [self._empty(rows, p.weight.rows) for p in projections]
         for some in _launches(projections):
@@ -87,19 +92,20 @@ class TritonOps(HeadOps):
         total = torch.empty(1, dtype=torch.int32, device=x.device) if listed else None
         config = self.tuning.up(rows, neurons, width, up.weight.data.element_size(), listed)
         programs = tiles * config.shares if listed else -(-neurons // config.block)
+        first, constants, firsts = self._ride_first(x)
         self._launch(
-            up_kernel, (programs,),
+            up_kernel, (programs + firsts,),
             x, rows, width, up.weight.data, up.weight.scale, up.bias,
             None if gate is None else gate.weight.data,
             None if gate is None else gate.weight.scale,
             None if gate is None else gate.bias,
             a, flat, total, neurons, *lists(selection),
             None if selection is None else selection.active, tiles, config.shares,
-            activation.threshold, LISTED=listed, ACTIVATION=activation.name,
+            activation.threshold, *first, **constants, LISTED=listed, ACTIVATION=activation.name,
             TILES=power_of_two(tiles),
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            num_warps=config.warps,
+            PREFETCH=PREFETCH, num_warps=config.warps,
         )  # fmt: skip
         return self._sum_rows(
             a, down, down_bias, None, residual, flat=flat, total=total, skip=listed,
@@ -109,6 +115,8 @@ class TritonOps(HeadOps):
     def select(
         self, hidden: Tensor, weight: Matrix, bias: Tensor, *, out: Selection | None = None
     ) -> Selection:
+        if self._collecting:
+            return self._collect_second(hidden, weight, bias, out)
         hidden = hidden.contiguous()
         rows, rank = hidden.shape
         out = self._selection(weight.rows, rows) if out is None else out
@@ -143,6 +151,9 @@ class TritonOps(HeadOps):
     def tally(
         self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
     ) -> None:
+        if self._collecting:
+            self._collect_count(selection, counter)
+            return
         tiles = selection.indices.shape[0]
         places = 0 if selection.mask is None else selection.mask.numel()
         programs = max(1, min(_TALLIERS, -(-places // _TALLIED)))
@@ -174,6 +185,17 @@ class TritonOps(HeadOps):
         outputs: Sequence[Tensor],
     ) -> None:
         total = sum(p.weight.rows for p in projections)
+        if FIRST and rows > 1 and len(projections) == 1 and self._is_first_stage(projections[0]):
+            one, y = projections[0].weight, outputs[0]
+            block = power_of_two(max(1, min(4, one.rows // 128)))
+            padded = power_of_two(rows)
+            step = max(64, 8192 // (block * padded))
+            self._launch(
+                first_kernel, (-(-one.rows // block),),
+                x, rows, width, one.data, one.scale, y, one.rows, ROWS=padded, BLOCK=block,
+                WIDTH=step, EVEN=width % step == 0, STAGES=3, num_warps=8,
+            )  # fmt: skip
+            return
         config = self.tuning.project(rows, total, width, projections[0].weight.data.element_size())
         selections = [p.selection for p in projections if p.selection is not None]
         selection = selections[0] if selections else None
@@ -191,14 +213,25 @@ class TritonOps(HeadOps):
         if grid == 0 or rows == 0:
             return
         kinds = [i < len(projections) and projections[i].selection is not None for i in range(3)]
+        first, constants, firsts = self._ride_first(x)
         channels = [max(1, (p.weight.rows if p else 1) // entries) for p in _three(projections)]
         self._launch(
-            project_kernel, (grid,), x, rows, width, *arguments[:-1], *lists(selection), entries,
-            *channels, SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
+            project_kernel, (grid + firsts,),
+            x, rows, width, *arguments[:-1], *lists(selection), entries, *channels, *first,
+            **constants, SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            num_warps=config.warps,
+            PREFETCH=PREFETCH, num_warps=config.warps,
         )  # fmt: skip
+
+    def _is_first_stage(self, projection: Projection) -> bool:
+        weight, bias, selection = projection
+        return (
+            weight.data.dtype == torch.int8
+            and weight.rows <= _FIRST_ROWS
+            and bias is None
+            and selection is None
+        )
 
     def _sum_rows(
         self,
@@ -226,19 +259,32 @@ class TritonOps(HeadOps):
         blocks = -(-columns // config.width)
         assert blocks <= ARRIVALS
         partial = self._empty(config.shares, rows, columns) if config.shares > 1 else None
+        second, constants, ridden = self._ride_second(blocks if rows == 1 else 0)
         self._launch(
-            sum_rows_kernel, (blocks, config.shares),
+            sum_rows_kernel, (blocks, config.shares + -(-ridden // blocks)),
             x, rows, width, weight.data, weight.scale, bias,
             None if residual is None else residual.contiguous(), out, columns,
             flat, total, *lists(selection), tiles, entries,
-            partial, self._arrived, config.shares,
+            partial, self._arrived, config.shares, *second, **constants,
             LIST=kind, SKIP=skip, GUARD=guard, CHANNELS=max(1, width // entries),
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,
-            num_warps=config.warps,
+            PREFETCH=PREFETCH, num_warps=config.warps,
         )  # fmt: skip
         return out
+
+    def _launch_rider(self, rider: Rider) -> None:
+        if not rider.started:
+            rider.started = True
+            one, width = [Projection(rider.first)], rider.first.columns
+            self._project(rider.x, 1, width, one, [rider.hidden])
+        if rider.done or rider.second is None or rider.bias is None:
+            return
+        rider.done = True
+        out = self.select(rider.hidden, rider.second, rider.bias, out=rider.out)
+        if rider.counter is not None:
+            self.tally(out, 1, rider.counter)
 
     def _selection(self, entries: int, rows: int) -> Selection:
         return Selection.empty(entries, rows, device=self.device)

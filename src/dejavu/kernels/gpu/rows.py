@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dejavu.kernels.gpu.activation import activate
-from dejavu.kernels.gpu.grid import begin, is_listed, multiply
+from dejavu.kernels.gpu.grid import begin, is_listed, multiply, prefetch
 
 
 @triton.jit
@@ -57,6 +57,19 @@ def dots(
 
 
 @triton.jit
+def ride_first(
+    x, w, scale, y, outputs, program, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a predictor's first stage, beside another kernel's work on the same input."""
+    row = program * BLOCK + tl.arange(0, BLOCK)
+    valid = row < outputs
+    result = dots(x, w, row.to(tl.int64), valid, 1, width, 1, BLOCK, WIDTH, EVEN, 1)
+    result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
+    tl.store(y + row[:, None], result, mask=valid[:, None])
+
+
+@triton.jit
 def _project_block(
     x, w, scale, bias, y, indices, counts, mask, first, outputs, entries, channels, rows, width,
     SELECTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -94,18 +107,43 @@ def _project_block(
 
 
 @triton.jit
+def _ask(
+    w, program, outputs, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SELECTED: tl.constexpr
+):  # fmt: skip
+    """Prefetch the beginnings of a program's rows, unless a selection may leave them out."""
+    if not SELECTED:
+        row = program * BLOCK + tl.arange(0, BLOCK)
+        SPAN: tl.constexpr = WIDTH * w.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(w, row.to(tl.int64), width, row < outputs, SPAN)
+
+
+@triton.jit
 def project_kernel(
     x, rows, width,
     w0, scale0, bias0, y0, outputs0, programs0,
     w1, scale1, bias1, y1, outputs1, programs1,
     w2, scale2, bias2, y2, outputs2,
     indices, counts, mask, entries, channels0, channels1, channels2,
+    first, first_scale, first_y, first_outputs, firsts,
+    FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     SELECTED0: tl.constexpr, SELECTED1: tl.constexpr, SELECTED2: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to three projections of the same input `[rows, width]`, side by side in the grid."""
+    """Up to three projections of the same input `[rows, width]`, side by side in the grid; the last
+    `firsts` programs are of a first stage that rides along."""
     program = tl.program_id(0)
+    if PREFETCH and PDL:
+        if program < programs0:
+            _ask(w0, program, outputs0, width, BLOCK, WIDTH, SELECTED0)
+        if w1 is not None:
+            if (program >= programs0) & (program < programs0 + programs1):
+                _ask(w1, program - programs0, outputs1, width, BLOCK, WIDTH, SELECTED1)
+        if w2 is not None:
+            if program >= programs0 + programs1:
+                _ask(
+                    w2, program - programs0 - programs1, outputs2, width, BLOCK, WIDTH, SELECTED2
+                )  # fmt: skip
     begin(PDL)
     if program < programs0:
         _project_block(
@@ -119,8 +157,15 @@ def project_kernel(
                 outputs1, entries, channels1, rows, width, SELECTED1, TILE, ROWS, BLOCK, WIDTH,
                 EVEN, STAGES,
             )  # fmt: skip
+    if first is not None:
+        rider = program - tl.num_programs(0) + firsts
+        if rider >= 0:
+            ride_first(
+                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
+                FIRST_WIDTH, FIRST_EVEN,
+            )  # fmt: skip
     if w2 is not None:
-        if program >= programs0 + programs1:
+        if (program >= programs0 + programs1) & (program < tl.num_programs(0) - firsts):
             _project_block(
                 x, w2, scale2, bias2, y2, indices, counts, mask,
                 (program - programs0 - programs1) * BLOCK, outputs2, entries, channels2, rows,
@@ -129,12 +174,44 @@ def project_kernel(
 
 
 @triton.jit
+def first_kernel(
+    x, rows, width, w, scale, y, outputs,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A predictor's first stage for several rows: so few stored rows that programs with a matrix
+    product each would leave most of the chip idle."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, ROWS)
+    valid = row < outputs
+    begin(PDL)
+    sums = tl.zeros([BLOCK, ROWS, WIDTH], tl.float32)
+    for start in tl.range(0, width, WIDTH, num_stages=STAGES):
+        k = start + tl.arange(0, WIDTH)
+        held, used = valid[:, None], n[:, None] < rows
+        if not EVEN:
+            held = held & (k < width)[None, :]
+            used = used & (k < width)[None, :]
+        weight = tl.load(w + row[:, None] * width + k[None, :], mask=held, other=0.0)
+        value = tl.load(x + n[:, None] * width + k[None, :], mask=used, other=0.0)
+        sums += weight.to(tl.float32)[:, None, :] * value.to(tl.float32)[None, :, :]
+    result = tl.sum(sums, axis=2)
+    result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
+    tl.store(
+        y + n[None, :] * outputs + row[:, None], result,
+        mask=valid[:, None] & (n[None, :] < rows),
+    )  # fmt: skip
+
+
+@triton.jit
 def up_kernel(
     x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
     indices, counts, mask, active, tiles, parts, threshold,
+    first, first_scale, first_y, first_outputs, firsts,
+    FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
     not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
@@ -142,20 +219,33 @@ def up_kernel(
     those that some row activates.
 
     A tile is shared by `parts` programs, which need no other tile's count before they read weights;
-    where its results belong in the common list a program learns meanwhile.
+    where its results belong in the common list a program learns meanwhile. The last `firsts`
+    programs are of a first stage that rides along.
     """
     program = tl.program_id(0)
+    if PREFETCH and PDL:
+        _ask(up, program, neurons, width, BLOCK, WIDTH, LISTED)
+        if gate is not None:
+            _ask(gate, program, neurons, width, BLOCK, WIDTH, LISTED)
     begin(PDL)
     n = tl.arange(0, ROWS)
     slots = tl.arange(0, BLOCK)
     if LISTED:
         tile, part = program // parts, program % parts
-        count = tl.load(counts + tile)
+        count = tl.load(counts + tile, mask=tile < tiles, other=0)
         t = tl.arange(0, TILES)
         others = tl.load(counts + t, mask=t < tiles, other=0)
         rounds = tl.cdiv(count - part, parts * BLOCK)
     else:
         rounds = 1
+    if first is not None:
+        rider = program - tl.num_programs(0) + firsts
+        if rider >= 0:
+            ride_first(
+                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
+                FIRST_WIDTH, FIRST_EVEN,
+            )  # fmt: skip
+            rounds = rounds * 0
     live = tl.zeros([], tl.int32)
     for turn in tl.range(0, rounds):
         if LISTED:

@@ -5,34 +5,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin
+from dejavu.kernels.gpu.grid import begin, multiply
 from dejavu.kernels.gpu.rows import dots
 
 
 @triton.jit
 def _list(used, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE: tl.constexpr):
-    """Write one tile's list, count and mask from `used`, bool `[TILE, ROWS]`."""
+    """Write one tile's list, count (returned) and mask from `used`, bool `[TILE, ROWS]`."""
     used = used & valid[:, None] & (n[None, :] < rows)
     chosen = tl.max(used.to(tl.int32), axis=1)
     place = tl.cumsum(chosen, axis=0) - chosen
+    count = tl.sum(chosen, axis=0)
     tl.store(indices + tile * TILE + place, entry, mask=chosen > 0)
-    tl.store(counts + tile, tl.sum(chosen, axis=0))
+    tl.store(counts + tile, count)
     if mask is not None:
         tl.store(
             mask + n[None, :] * entries + entry[:, None], used.to(tl.uint8),
             mask=valid[:, None] & (n[None, :] < rows),
         )  # fmt: skip
+    return count
 
 
 @triton.jit
-def select_kernel(
-    hidden, rows, weight, scale, bias, indices, counts, mask, entries,
+def select_tile(
+    hidden, rows, weight, scale, bias, indices, counts, mask, entries, tile,
     RANK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program: listed is what scores `weight . hidden + bias > 0` in some row."""
-    begin(PDL)
-    tile = tl.program_id(0)
+    """Lists of a tile what scores `weight . hidden + bias > 0` in some row; returns how many."""
     entry = tile * TILE + tl.arange(0, TILE)
     valid = entry < entries
     n = tl.arange(0, ROWS)
@@ -48,12 +48,57 @@ def select_kernel(
             value = tl.load(hidden + k, mask=k < RANK, other=0.0)
             sums += part.to(tl.float32) * value[None, :]
         score = tl.sum(sums, axis=1)[:, None]
+    elif ROWS > 1 and RANK <= 16 * WIDTH:
+        score = tl.zeros([TILE, ROWS], tl.float32)
+        for start in tl.static_range(0, RANK, WIDTH):
+            k = start + tl.arange(0, WIDTH)
+            held = valid[:, None] & (k < RANK)[None, :]
+            part = tl.load(weight + row[:, None] * RANK + k[None, :], mask=held, other=0.0)
+            value = tl.load(
+                hidden + n[None, :] * RANK + k[:, None],
+                mask=(n[None, :] < rows) & (k < RANK)[:, None], other=0.0,
+            )  # fmt: skip
+            score = multiply(part, value, score)
     else:
         score = dots(hidden, weight, row, valid, rows, RANK, ROWS, TILE, WIDTH, EVEN, STAGES)
     if scale is not None:
         score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
     score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]
-    _list(score > 0, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE)
+    return _list(score > 0, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE)
+
+
+@triton.jit
+def select_kernel(
+    hidden, rows, weight, scale, bias, indices, counts, mask, entries,
+    RANK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile a program."""
+    begin(PDL)
+    select_tile(
+        hidden, rows, weight, scale, bias, indices, counts, mask, entries, tl.program_id(0),
+        RANK, TILE, ROWS, WIDTH, EVEN, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def ride_select(
+    hidden, weight, scale, bias, indices, counts, counter, entries, tile,
+    RANK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of one row's selection, beside another kernel's work; see `beside.py`. counter: as of
+    `Ops.tally`, or None."""
+    if tile * TILE < entries:
+        count = select_tile(
+            hidden, 1, weight, scale, bias, indices, counts, None, entries, tile,
+            RANK, TILE, 1, WIDTH, RANK % WIDTH == 0, 1,
+        )  # fmt: skip
+        if counter is not None:
+            count = count.to(tl.int64)
+            tl.atomic_add(counter, count)
+            tl.atomic_add(counter + 1, count)
+            if tile == 0:
+                tl.atomic_add(counter + 2, count * 0 + 1)
 
 
 @triton.jit

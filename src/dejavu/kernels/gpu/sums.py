@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, listed, multiply, running_counts
+from dejavu.kernels.gpu.grid import begin, listed, multiply, prefetch, running_counts
+from dejavu.kernels.gpu.select import ride_select
 
 
 @triton.jit
@@ -100,28 +101,15 @@ def _share(
 
 
 @triton.jit
-def sum_rows_kernel(
+def _sum_rows(
     x, rows, width, w, scale, bias, residual, out, columns,
     flat, flat_total, indices, counts, mask, tiles, entries,
-    partial, arrived, shares,
+    partial, arrived, shares, block, share,
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
-
-    LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
-    "tiles": blocks of CHANNELS rows that a selection lists, x[:, i] with row i. SKIP: a row of w
-    whose coefficients are all 0 is not read. GUARD: where a coefficient is 0, a row of w adds
-    nothing, whatever it holds: it was read for another row of x.
-    partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
-    left at 0. JOIN: partial sums that are loaded together.
-
-    A share is every shares-th block of rows: its first block is known before the total is.
-    """
-    block, share = tl.program_id(0), tl.program_id(1)
-    begin(PDL)
+    """A share's sums of a block of columns, and of the last to arrive the result."""
     running = 0
     if LIST == "flat":
         total = tl.load(flat_total)
@@ -174,3 +162,51 @@ def sum_rows_kernel(
         if residual is not None:
             result += tl.load(residual + spot, mask=held, other=0.0)
         tl.store(out + spot, result, mask=held)
+
+
+@triton.jit
+def sum_rows_kernel(
+    x, rows, width, w, scale, bias, residual, out, columns,
+    flat, flat_total, indices, counts, mask, tiles, entries,
+    partial, arrived, shares,
+    hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
+    second_entries,
+    RANK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
+
+    LIST: "all" rows, x[:, i] with row i; "flat": x[:, p] with row flat[p] for p < flat_total[0];
+    "tiles": blocks of CHANNELS rows that a selection lists, x[:, i] with row i. SKIP: a row of w
+    whose coefficients are all 0 is not read. GUARD: where a coefficient is 0, a row of w adds
+    nothing, whatever it holds: it was read for another row of x.
+    partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
+    left at 0. JOIN: partial sums that are loaded together.
+
+    A share is every shares-th block of rows: its first block is known before the total is. Programs
+    of further shares make the tiles of a selection that rides along.
+    """
+    block, share = tl.program_id(0), tl.program_id(1)
+    if PREFETCH and PDL and LIST == "all":
+        SPAN: tl.constexpr = COLUMNS * w.dtype.element_ty.primitive_bitwidth // 8
+        start = w + block * COLUMNS
+        for turn in tl.static_range(2):
+            ahead = (share + turn * shares) * BLOCK + tl.arange(0, BLOCK)
+            prefetch(start, ahead.to(tl.int64), columns, ahead < width, SPAN)
+    begin(PDL)
+    if share < shares:
+        _sum_rows(
+            x, rows, width, w, scale, bias, residual, out, columns, flat, flat_total, indices,
+            counts, mask, tiles, entries, partial, arrived, shares, block, share, LIST, SKIP, GUARD,
+            CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN,
+        )  # fmt: skip
+    if second is not None:
+        if share >= shares:
+            ride_select(
+                hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
+                second_entries, (share - shares) * tl.num_programs(0) + block, RANK, SECOND_TILE,
+                SECOND_WIDTH,
+            )  # fmt: skip
