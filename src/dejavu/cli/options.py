@@ -23,7 +23,10 @@ Plan = Annotated[
 ]
 Level = Annotated[
     str,
-    typer.Option("--level", help="Level of the plan: exact, balanced (1 % loss) or fast (3 %)."),
+    typer.Option(
+        "--level",
+        help="Level of the plan: exact, balanced (1 % loss), fast (3 %), or what else it has.",
+    ),
 ]
 Policy = Annotated[
     str | None,

@@ -59,6 +59,66 @@ def show(plan: _PlanArgument, json_file: options.Json = None) -> None:
 
 
 @app.command()
+def level(
+    model: options.Model,
+    plan: _PlanArgument,
+    name: Annotated[
+        str, typer.Option("--name", help="Of the level; an existing one is made anew.")
+    ],
+    max_loss: Annotated[str, typer.Option("--max-loss", help="Perplexity that it may cost.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN", help="Folder to write.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text", exists=True, dir_okay=False, help="To try it on: .txt, .jsonl, .xz."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Tokens that each trial reads, at most.")
+    ] = 16_384,
+    threads: options.Threads = None,
+    json_file: options.Json = None,
+) -> None:
+    """Add a level for another loss to a plan; nothing is trained.
+
+    Thresholds are tried on text until the loss is kept, best on text that the plan was not made
+    from. Default: the embedded calibration text.
+
+    Example:
+
+      dejavu plan level relu-30m relu-30m --name careful --max-loss 0.5% --text new.txt --out plan
+    """
+    from dataclasses import asdict
+
+    from dejavu.cli.output import console, quiet, stages, write_json
+    from dejavu.cli.sources import load, share
+    from dejavu.embedded import CALIBRATION_TEXT
+    from dejavu.eval.relevel import add_level
+    from dejavu.eval.text import read_text
+    from dejavu.predictor.plan import load_plan
+    from dejavu.weights.tokenizer import load_tokenizer
+
+    found = load_plan(plan)
+    loaded = load(model, found.base.dtype, threads)
+    context = loaded.model.config.context_length
+    tried_on = read_text(
+        text or CALIBRATION_TEXT,
+        load_tokenizer(loaded.checkpoint),
+        context,
+        window=min(context, 512),
+        max_tokens=tokens,
+    )
+    with stages() as update:
+        loss = share("--max-loss", max_loss)
+        made = add_level(loaded, found, name, loss, tried_on, update)
+    made.save(out)
+    if not quiet(json_file):
+        console().print(levels_table(made))
+        print(out)
+    write_json({"level": name, **asdict(made.level(name))}, json_file)
+
+
+@app.command()
 def push(
     plan: Annotated[Path, typer.Argument(metavar="FOLDER", help="A plan's folder.")],
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub.")],
