@@ -77,7 +77,7 @@ def exact_products() -> None:
 
 def texts(loaded: LoadedModel, selector: Selector | None, ops: Ops | None) -> list[list[int]]:
     """Three prompts of several lengths side by side, 40 tokens each, greedily."""
-    engine = Engine(loaded, selector, ops=ops, max_batch=4)
+    engine = Engine(loaded, selector, ops=ops, max_batch=4, whole_layers=False)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [engine.add(prompt(n, seed=n), params) for n in (1, 40, 7)]
     while engine.running or engine.waiting:

@@ -243,7 +243,7 @@ def plan(model: DecoderLM, look_ahead: float) -> PlanSelector:
 def text(loaded: LoadedModel, look_ahead: float, *, lazy_kv: bool) -> list[list[int]]:
     """Three prompts side by side, 70 tokens each: four rounds of the ring."""
     selector = plan(loaded.model, look_ahead)
-    engine = Engine(loaded, selector, max_batch=4, lazy_kv=lazy_kv)
+    engine = Engine(loaded, selector, max_batch=4, lazy_kv=lazy_kv, whole_layers=False)
     params = SamplingParams(max_tokens=70, ignore_eos=True)
     requests = [engine.add(prompt(n, seed=n), params) for n in (1, 40, 7)]
     while engine.running or engine.waiting:

@@ -13,7 +13,7 @@ from dejavu.engine.engine import Engine
 from dejavu.engine.graph_step import GraphStep, Replay
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import Request
-from dejavu.engine.whole_layers import Places, WholeLayers
+from dejavu.engine.whole_layers import Layers, WholeLayers
 from dejavu.kernels.gpu.costs import CostTable, MLPCost
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Ops
@@ -41,17 +41,12 @@ class Line:
         return self.slope * np.asarray(shares, dtype=np.float64)
 
 
-def chooser(cost: Callable[[int], Line], layers: int, heads: int = 0) -> WholeLayers:
+def chooser(cost: Callable[[int], Line], layers: int) -> WholeLayers:
     """Of MLPs with 100 neurons, and predictors for as many layers."""
-    places = [(Site.NEURONS, n) for n in range(layers)] + [(Site.HEADS, n) for n in range(heads)]
-    return WholeLayers(cost, 100, places)
+    return WholeLayers(cost, 100, range(layers))
 
 
-def neurons(*layers: int) -> Places:
-    return Places((Site.NEURONS, layer) for layer in layers)
-
-
-def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> Places:
+def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> Layers:
     for _ in range(steps):
         whole.note(rows, np.asarray(listed))
     return whole.of(rows)
@@ -59,23 +54,23 @@ def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> Place
 
 def test_the_cheaper_side_is_chosen_layer_by_layer() -> None:
     whole = chooser(lambda rows: Line(1.5), 5)
-    assert noted(whole, 8, [10, 90, 60, 100, 0], 3) == neurons()  # nothing is known yet
-    assert noted(whole, 8, [10, 90, 60, 100, 0], 1) == neurons(1, 3)
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 3) == Layers()  # nothing is known yet
+    assert noted(whole, 8, [10, 90, 60, 100, 0], 1) == {1, 3}
     assert whole.of(4) == frozenset()  # every bucket by itself
 
 
 def test_costs_are_of_the_bucket_s_rows() -> None:
     whole = chooser(lambda rows: Line(0.9 if rows == 1 else 1.5), 2)
-    assert noted(whole, 1, [50, 55], 4) == neurons()
-    assert noted(whole, 2, [90, 95], 4) == neurons(0, 1)
+    assert noted(whole, 1, [50, 55], 4) == Layers()
+    assert noted(whole, 2, [90, 95], 4) == {0, 1}
 
 
 def test_a_choice_follows_what_is_listed_and_not_every_whim() -> None:
     whole = chooser(lambda rows: Line(1.5), 3)
-    assert noted(whole, 2, [10, 90, 10], 4) == neurons(1)
+    assert noted(whole, 2, [10, 90, 10], 4) == {1}
     noted(whole, 2, [68, 90, 10], 400)  # hardly dearer: no capture for that
-    assert whole.of(2) == neurons(1)
-    assert noted(whole, 2, [90, 90, 10], 400) == neurons(0, 1)
+    assert whole.of(2) == {1}
+    assert noted(whole, 2, [90, 90, 10], 400) == {0, 1}
 
 
 def test_a_bucket_has_few_choices() -> None:
@@ -88,35 +83,11 @@ def test_a_bucket_has_few_choices() -> None:
     assert 1 < len(seen) <= 4
 
 
-def timed(whole: WholeLayers, listed: list[int], seconds: Callable[[Places], float]) -> Places:
-    """The choice of a bucket after all its trials, each step as long as its places say."""
-    for _ in range(30):
-        places = whole.of(8)
-        whole.note(8, np.asarray(listed), seconds(places) if whole.timing(8) else None)
-    return whole.of(8)
-
-
-@pytest.mark.parametrize(("dense", "kept"), [(0.5, True), (0.995, False), (2.0, False)])
-def test_what_promises_little_is_timed_against_the_dense_step(dense: float, kept: bool) -> None:
-    """Heads have no costs in the table: they are all computed, too, where that is faster."""
-    whole = chooser(lambda rows: Line(1.5), 2, heads=2)
-    everything = Places((site, layer) for site in Site for layer in range(2))
-    chosen = timed(whole, [60, 60], lambda places: dense if places == everything else 1.0)
-    assert chosen == (everything if kept else neurons())
-
-
-def test_what_surely_pays_is_not_timed() -> None:
-    whole = chooser(lambda rows: Line(1.5), 2)
-    tried = set()
-    assert timed(whole, [10, 10], lambda places: float(len(tried.add(places) or ()))) == neurons()
-    assert not tried
-
-
 def test_a_choice_is_made_anew_some_day() -> None:
     """Whole layers do not tell what they would have listed."""
     whole = chooser(lambda rows: Line(1.5), 1)
-    assert noted(whole, 2, [100], 4) == neurons(0)
-    assert noted(whole, 2, [0], 5000) == neurons()
+    assert noted(whole, 2, [100], 4) == {0}
+    assert noted(whole, 2, [0], 5000) == Layers()
 
 
 class Graphs:
@@ -195,7 +166,7 @@ def test_steps_compute_whole_what_is_cheaper(
         expected = theirs.play()
         found = ours.play(expected.argmax(dim=1).tolist())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert ours.whole.of(rows) == (neurons() if step < 3 else neurons(1))
+        assert ours.whole.of(rows) == (Layers() if step < 3 else {1})
     assert ours.graphs.captures == 2
     every = model.config.intermediate_size
     mine, (listed, active) = ours.selector.reads()[1], before[1]
@@ -247,8 +218,7 @@ def test_a_gpu_writes_the_same_text_with_layers_computed_whole(
         step = engine._steps["default"]
         assert isinstance(step, GraphStep)
         chosen = {whole for _, _, whole in step._graphs}
-        everything = neurons(0, 1)  # timed, as the table promises little
-        assert chosen - {everything} == ({neurons(), neurons(1)} if whole_layers else {neurons()})
+        assert chosen == ({Layers(), Layers({1})} if whole_layers else {Layers()})
     assert sum(a != b for a, b in zip(*texts, strict=True)) <= 1
 
 

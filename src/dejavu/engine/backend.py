@@ -21,7 +21,7 @@ from dejavu.models.base import DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
 from dejavu.predictor.selector import PlanSelector
-from dejavu.sparsity.policy import Selector, Site
+from dejavu.sparsity.policy import Selector
 
 if TYPE_CHECKING:
     from dejavu.kernels.gpu.costs import CostTable
@@ -91,7 +91,7 @@ def decode_step(
     """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
     vocab_size: logits and ids end there; default: the model's. lazy_kv: see `kernels.lazy`.
-    whole_layers: on a GPU, compute everything where that is faster than a plan's choice.
+    whole_layers: on a GPU, compute MLPs whole where that is faster than what a plan chooses.
     Raises InputError where the device or the model does not allow lazy-kv.
     """
     if model.streamed:
@@ -122,18 +122,14 @@ def decode_step(
         max_length=max_length,
         vocab_size=vocab_size,
         lazy_kv=lazy_kv,
-        whole_layers=_whole_layers(model, selector, ops, lazy_kv) if whole_layers else None,
+        whole_layers=_whole_layers(model, selector, ops) if whole_layers else None,
     )
 
 
-def _whole_layers(
-    model: DecoderLM, selector: Selector, ops: Ops, lazy_kv: bool
-) -> WholeLayers | None:
+def _whole_layers(model: DecoderLM, selector: Selector, ops: Ops) -> WholeLayers | None:
     """Chooses by the costs of a model's MLPs."""
     if not isinstance(ops, Priced) or not isinstance(selector, PlanSelector):
         return None
-    # With lazy-kv a head owes keys and values to those that choose it.
-    places = [place for place in selector.predicted if not lazy_kv or place[0] is Site.NEURONS]
     table: CostTable = ops.costs
     c, up = model.config, model.weights.blocks[0].mlp.up.weight
     itemsize = up.data.element_size()
@@ -142,5 +138,5 @@ def _whole_layers(
             rows, c.intermediate_size, c.hidden_size, itemsize, gated=c.gated_mlp
         ),
         c.intermediate_size,
-        places,
+        selector.predicted,
     )

@@ -5,7 +5,7 @@ that every graph reads in place. A step of B rows runs the smallest graph with a
 beyond are padding: the last row again, which selects what is selected and writes what is written.
 The graph ends with each row's likeliest id, so a greedy step fetches 8 bytes a row and waits once.
 With them come the numbers of neurons that each layer listed, by which `WholeLayers` chooses the
-graph of a later step: there is one for each set of places that are computed whole.
+graph of a later step: there is one for each set of layers that are computed whole.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from dejavu.engine.lazy_rows import KeyValues, LazyRows
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
-from dejavu.engine.whole_layers import Places, WholeLayers
+from dejavu.engine.whole_layers import Layers, WholeLayers
 from dejavu.kernels.device import on
-from dejavu.kernels.gpu.timing import Clock
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.models.base import Batch, DecoderLM
@@ -110,8 +109,8 @@ class GraphStep:
         vocab_size: ids lie below it; default: the model's. capture: default, `capture_for` the ops.
         A selector that cannot be captured runs at every step, on just the rows there are.
         lazy_kv: keys and values of unused heads wait until they are needed, see `LazyRows`; the
-        model must have no `deferred_kv.obstacle`. whole_layers: where a plan's steps compute
-        everything; default: nowhere.
+        model must have no `deferred_kv.obstacle`. whole_layers: which layers a plan's steps
+        compute whole; default: none.
         """
         self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
         self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
@@ -146,8 +145,6 @@ class GraphStep:
         self._picked = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
         self._whole = whole_layers if isinstance(selector, PlanSelector) else None
-        self._entries = selector.predicted if isinstance(selector, PlanSelector) else {}
-        self._clock = Clock() if model.device.type == "cuda" else None
         layers = model.config.num_hidden_layers
         self._listed = torch.zeros(layers, dtype=torch.int64, device=model.device)
         self._fetched_listed = torch.zeros(
@@ -155,7 +152,7 @@ class GraphStep:
         )
         self._logits = torch.empty(0)
         self._seats: tuple[list[Request], int] = [], 0
-        self._graphs: dict[tuple[int, KeyValues, Places], Replay] = {}
+        self._graphs: dict[tuple[int, KeyValues, Layers], Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
@@ -173,10 +170,7 @@ class GraphStep:
                 kind = self._lazy.next_step(requests)
             self._inputs.send()
             self._model.prepare(max(r.length for r in requests))
-            whole = Places() if self._whole is None else self._whole.of(bucket)
-            clock = self._clock
-            if self._whole is None or not self._whole.timing(bucket):
-                clock = None
+            whole = Layers() if self._whole is None else self._whole.of(bucket)
             if self._capture is None:
                 logits = self._forward(bucket, kind, whole)
             else:
@@ -184,14 +178,12 @@ class GraphStep:
                 if graph is None:
                     graph = self._captured(bucket, kind, whole)
                     self._graphs[bucket, kind, whole] = graph
-                if clock is not None:
-                    clock.start()
                 logits = graph()
-                if clock is not None:
-                    clock.stop()
         if isinstance(self._selector, MeteredSelector):
-            entries = {place: self._entries[place] for place in whole}
-            self._selector.meter.stepped(rows, lazy=kind == "used", whole=entries)
+            neurons = self._model.config.intermediate_size
+            self._selector.meter.stepped(
+                rows, lazy=kind == "used", whole=dict.fromkeys(whole, neurons)
+            )
         self._logits = logits[:rows]
         return self._logits
 
@@ -211,8 +203,7 @@ class GraphStep:
             if self._picked.is_cuda:
                 torch.cuda.current_stream().synchronize()
         if self._whole is not None:
-            seconds = None if self._clock is None else self._clock.seconds()
-            self._whole.note(self.width(rows), self._fetched_listed.numpy(), seconds)
+            self._whole.note(self.width(rows), self._fetched_listed.numpy())
         found: list[int | None] = []
         for row, (sampler, token) in enumerate(
             zip(samplers, self._fetched[:rows].tolist(), strict=True)
@@ -278,7 +269,7 @@ class GraphStep:
             host[name][rows:bucket] = host[name][rows - 1]
         return bucket
 
-    def _captured(self, rows: int, kind: KeyValues, whole: Places) -> Replay:
+    def _captured(self, rows: int, kind: KeyValues, whole: Layers) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""
         assert self._capture is not None
         meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
@@ -288,7 +279,7 @@ class GraphStep:
             meter.restore(before)
         return replay
 
-    def _forward(self, rows: int, kind: KeyValues, whole: Places) -> Tensor:
+    def _forward(self, rows: int, kind: KeyValues, whole: Layers) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
         if isinstance(self._selector, PlanSelector):
             self._selector.whole = whole

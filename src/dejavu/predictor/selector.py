@@ -45,7 +45,7 @@ class Choice:
 class PlanSelector(MeteredSelector):
     """Selects by the choices of a plan's level; a place without one computes everything.
 
-    whole: places that the next forward computes whole, as if they had no predictor: none runs.
+    whole: layers whose MLP the next forward computes whole, as if it had no predictor: none runs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PlanSelector(MeteredSelector):
             if choice.predictor is not None
         }
         self._buffers: dict[tuple[Site, int, int], Selection] = {}
-        self.whole: frozenset[Key] = frozenset()
+        self.whole: frozenset[int] = frozenset()
         self._by_source: dict[int, list[Key]] = {}
         for (site, layer), choice in choices.items():
             self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
@@ -89,17 +89,14 @@ class PlanSelector(MeteredSelector):
     def predictor_bytes(self) -> float:  # type: ignore[override]
         """Of the predictors that ran, mean over the steps since the last reset."""
         return sum(
-            nbytes * self.meter.choosing(*key) for key, nbytes in self._predictor_bytes.items()
+            nbytes * (self.meter.choosing(layer) if site is Site.NEURONS else 1.0)
+            for (site, layer), nbytes in self._predictor_bytes.items()
         )
 
     @property
-    def predicted(self) -> dict[Key, int]:
-        """Places with a predictor, and their entries."""
-        return {
-            key: choice.predictor.entries
-            for key, choice in self._choices.items()
-            if choice.predictor is not None
-        }
+    def predicted(self) -> list[int]:
+        """Layers with a predictor of neurons."""
+        return sorted(layer for site, layer in self._predictor_bytes if site is Site.NEURONS)
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         self._start((site, layer), points, ops)
@@ -138,7 +135,11 @@ class PlanSelector(MeteredSelector):
 
         Those of later places run ahead, beside the work until there.
         """
-        keys = [k for k in self._by_source.get(_point(*now), ()) if k not in self.whole]
+        keys = [
+            (site, layer)
+            for site, layer in self._by_source.get(_point(*now), ())
+            if site is Site.HEADS or layer not in self.whole
+        ]
         if not keys:
             return
         x = points.source(*now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, is_listed, prefetch
+from dejavu.kernels.gpu.grid import announce, is_listed, prefetch, wait
 from dejavu.kernels.gpu.select import ride_select
 
 
@@ -146,6 +146,7 @@ def attention_kernel(
     Where a selection rides along there is one row, and the programs of further ones make its tiles.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    announce(PDL)
     rider = row * 0 - 1
     if second is not None:
         if row > 0:
@@ -163,7 +164,7 @@ def attention_kernel(
             SPAN: tl.constexpr = DIM * keys.dtype.element_ty.primitive_bitwidth // 8
             prefetch(keys, near, head_dim, wanted, SPAN)
             prefetch(values, near, head_dim, wanted, SPAN)
-    begin(PDL)
+    wait(PDL)
     if not EARLY:
         length = tl.load(lengths + row)
     if rider < 0:

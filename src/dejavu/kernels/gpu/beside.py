@@ -134,6 +134,7 @@ class Riding(Launcher):
         if rider is None or rider.out is None or rider.second is None or not 0 < tiles <= most:
             return [None] * 7 + [0], {"RANK": 1, "SECOND_TILE": 1, "SECOND_WIDTH": 1}, 0
         rider.done = True
+        self._fresh.add(rider.out.counts.data_ptr())
         out, second = rider.out, rider.second
         arguments = [
             rider.hidden, second.data, second.scale, rider.bias, out.indices, out.counts,

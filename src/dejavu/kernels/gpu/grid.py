@@ -14,19 +14,37 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(pdl: tl.constexpr):
-    """Let the next kernel's programs come, wait for the results of the kernel before."""
+def announce(pdl: tl.constexpr):
+    """Let the next kernel's programs come; the first thing that a kernel does."""
     if pdl:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(pdl: tl.constexpr):
+    """Wait for the results of the kernel before.
+
+    Ahead of this a program may read what no kernel of a step writes, and what was there before the
+    last norm: a norm announces the kernel after it only when it has waited itself.
+    """
+    if pdl:
         gdc_wait()
+
+
+@triton.jit
+def begin(pdl: tl.constexpr):
+    """Both at once."""
+    announce(pdl)
+    wait(pdl)
 
 
 @triton.jit
 def prefetch(first, rows, stride, wanted, SPAN: tl.constexpr):
     """Ask for the first SPAN bytes of some stored rows, so that they lie in the last-level cache
-    when the kernel before has ended: weights, which no kernel writes, need not wait for `begin`.
+    when the kernel before has ended.
 
-    first: pointer to row 0. rows: int64 `[R]`. stride: elements of a row. wanted: bool `[R]`.
+    first: pointer to row 0. rows: int64 `[R]`. stride: elements of a row. wanted: bool `[R]`. SPAN: a
+    power of two.
     """
     LINE: tl.constexpr = 128  # bytes
     LINES: tl.constexpr = (SPAN + LINE - 1) // LINE

@@ -16,7 +16,6 @@ from dejavu.kernels.ops import CacheView, Projection
 from dejavu.kernels.selection import Selection
 
 _EVERYTHING = 1 << 30  # a window no context reaches
-EARLY = False
 _COPY = 2048  # elements of an input that a program keeps for later
 
 
@@ -81,6 +80,7 @@ class HeadOps(Riding):
             BLOCK_TOKENS=cache.keys.shape[1], TILE=tile_of(selection),
             COLUMNS=RING * power_of_two(rows), BLOCK=block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages, COPY=_COPY,
+            EARLY=self._early(selection),
             num_warps=config.warps,
         )  # fmt: skip
         return self._attend(queries, None, None, cache, scale, window, selection, deferred)
@@ -122,6 +122,6 @@ class HeadOps(Riding):
             BLOCK_TOKENS=cache.keys.shape[1], GROUP=group, QUERIES=queries, DIM=dim,
             TOKENS=config.block, SPLITS=splits, SELECTED=selection is not None,
             TILE=tile_of(selection), RING=RING, COMPLETE=deferred is not None and deferred.complete,
-            STAGES=config.stages, EARLY=EARLY, num_warps=config.warps,
+            STAGES=config.stages, EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
         return y

@@ -17,7 +17,6 @@ from dejavu.kernels.selection import Selection
 
 MAX_ROWS = 16
 ARRIVALS = 1 << 14  # places where programs count themselves
-PREFETCH = False  # weights before the wait for the kernel ahead, see `grid.prefetch`
 
 
 class Launcher:
@@ -51,6 +50,8 @@ class Launcher:
         if self.device.type == "cuda":
             self._beside = torch.cuda.Stream(self.device)
         self._plain = False
+        self.early = True
+        self._fresh: set[int] = set()  # lists made since the last norm, by their address
         self._arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
     def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
@@ -86,6 +87,12 @@ class Launcher:
             options["launch_pdl"] = True
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             kernel[grid](*arguments, PDL=pdl, **options)
+
+    def _early(self, selection: Selection | None) -> bool:
+        """Whether a launch may read a selection, and ask for weights, before the kernel ahead of it
+        has ended; see `grid.wait`."""
+        fresh = selection is not None and selection.counts.data_ptr() in self._fresh
+        return self.early and not fresh
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, is_listed, multiply
+from dejavu.kernels.gpu.grid import announce, is_listed, multiply, prefetch, wait
 from dejavu.kernels.gpu.rows import ride_first
 
 
@@ -17,7 +17,7 @@ from dejavu.kernels.gpu.rows import ride_first
 def _head_rows(
     w, scale, bias, source, wanted, head, part, head_dim, width,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BLOCK, COLUMNS]`: a part of a head's stored rows times the inputs that start at
     `source`, pointers `[COLUMNS]`."""
@@ -26,6 +26,10 @@ def _head_rows(
     row = head * head_dim + c
     start_of = w + row.to(tl.int64) * width
     some = tl.max(wanted.to(tl.int32), axis=0)
+    if EARLY:
+        if PDL:
+            prefetch(w, row.to(tl.int64), width, valid & (some > 0), 512)
+        wait(PDL)
     result = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for start in tl.range(0, width * some, WIDTH, num_stages=STAGES):
         k = start + tl.arange(0, WIDTH)
@@ -56,7 +60,7 @@ def lazy_kernel(
     FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     COMPLETE: tl.constexpr, RING: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, COPY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, COPY: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program: a part of one head's rows in one of q, k, v; the programs after those copy x into
     the rings, from where others read only older places. The last `firsts` programs are of a first
@@ -65,8 +69,10 @@ def lazy_kernel(
     y fp32 `[rows, heads, head_dim]`, not written where a head is unused. COLUMNS: rows times RING,
     padded. Which heads lack what is brought up to date by the attention kernel after this one.
     """
-    begin(PDL)
+    announce(PDL)
     program = tl.program_id(0)
+    if not EARLY:
+        wait(PDL)
     each = heads * parts
     if program < 3 * each:
         matrix, head, part = program // each, program % each // parts, program % parts
@@ -89,7 +95,7 @@ def lazy_kernel(
             wanted = used & now
             result = _head_rows(
                 wq, scale_q, bias_q, source, wanted, head, part, head_dim, width, COLUMNS, BLOCK,
-                WIDTH, EVEN, STAGES,
+                WIDTH, EVEN, STAGES, EARLY, PDL,
             )  # fmt: skip
             query = (owner[None, :] * heads + head) * head_dim + c[:, None]
             tl.store(y + query, result, mask=(c < head_dim)[:, None] & wanted[None, :])
@@ -110,16 +116,18 @@ def lazy_kernel(
             if matrix == 1:
                 result = _head_rows(
                     wk, scale_k, bias_k, source, wanted, head, part, head_dim, width, COLUMNS,
-                    BLOCK, WIDTH, EVEN, STAGES,
+                    BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
                 )  # fmt: skip
                 tl.store(keys + spot, result.to(keys.dtype.element_ty), mask=written)
             else:
                 result = _head_rows(
                     wv, scale_v, bias_v, source, wanted, head, part, head_dim, width, COLUMNS,
-                    BLOCK, WIDTH, EVEN, STAGES,
+                    BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
                 )  # fmt: skip
                 tl.store(values + spot, result.to(values.dtype.element_ty), mask=written)
     elif program < tl.num_programs(0) - firsts:
+        if EARLY:
+            wait(PDL)
         chunk = program - 3 * each
         chunks = tl.cdiv(width, COPY)
         copied = chunk // chunks
@@ -134,5 +142,5 @@ def lazy_kernel(
         if rider >= 0:
             ride_first(
                 x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
-                FIRST_WIDTH, FIRST_EVEN,
+                FIRST_WIDTH, FIRST_EVEN, PDL and EARLY,
             )  # fmt: skip

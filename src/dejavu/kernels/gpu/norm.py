@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin
+from dejavu.kernels.gpu.grid import announce, begin, wait
 
 
 @triton.jit
@@ -22,7 +22,8 @@ def norm_kernel(
         factor = tl.load(weight + k, mask=inside, other=0.0)
     if bias is not None:
         shift = tl.load(bias + k, mask=inside, other=0.0)
-    begin(PDL)
+    wait(PDL)
+    announce(PDL)
     value = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)

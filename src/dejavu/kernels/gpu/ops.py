@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dejavu.kernels.gpu.beside import Rider
 from dejavu.kernels.gpu.heads import HeadOps
-from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, PREFETCH, lists, padded_rows, tile_of
+from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
 from dejavu.kernels.gpu.norm import norm_kernel
 from dejavu.kernels.gpu.rows import first_kernel, project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
@@ -105,7 +105,7 @@ class TritonOps(HeadOps):
             TILES=power_of_two(tiles),
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
         return self._sum_rows(
             a, down, down_bias, None, residual, flat=flat, total=total, skip=listed,
@@ -120,6 +120,7 @@ class TritonOps(HeadOps):
         hidden = hidden.contiguous()
         rows, rank = hidden.shape
         out = self._selection(weight.rows, rows) if out is None else out
+        self._fresh.add(out.counts.data_ptr())
         tiles, tile = out.indices.shape
         config = self.tuning.select(rows, rank)
         self._launch(
@@ -137,6 +138,7 @@ class TritonOps(HeadOps):
         x = x.contiguous()
         rows, width = x.shape
         out = self._selection(len(signs), rows) if out is None else out
+        self._fresh.add(out.counts.data_ptr())
         tiles, tile = out.indices.shape
         self._launch(
             sign_kernel, (tiles,),
@@ -169,6 +171,7 @@ class TritonOps(HeadOps):
         width = x.shape[-1]
         y = torch.empty_like(x, dtype=self.dtype)
         if x.numel():
+            self._fresh.clear()
             self._launch(
                 norm_kernel, (x.numel() // width,), x, weight, bias, y, width, eps,
                 CENTRED=centred, WIDTH=power_of_two(width),
@@ -221,7 +224,7 @@ class TritonOps(HeadOps):
             **constants, SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
 
     def _is_first_stage(self, projection: Projection) -> bool:
@@ -270,7 +273,7 @@ class TritonOps(HeadOps):
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,
-            PREFETCH=PREFETCH, num_warps=config.warps,
+            EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
         return out
 

@@ -11,20 +11,41 @@ import triton
 import triton.language as tl
 
 from dejavu.kernels.gpu.activation import activate
-from dejavu.kernels.gpu.grid import begin, is_listed, multiply, prefetch
+from dejavu.kernels.gpu.grid import announce, begin, is_listed, multiply, wait
+
+
+@triton.jit
+def ask(w, row, valid, width, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """The beginnings of stored rows, for `dots`: weights may be asked for before inputs exist."""
+    place = tl.arange(0, WIDTH)
+    held = valid[:, None]
+    if not EVEN:
+        held = held & (place < width)[None, :]
+    return tl.load(
+        w + row[:, None] * width + place[None, :],
+        mask=held, other=0.0, eviction_policy="evict_first",
+    )  # fmt: skip
 
 
 @triton.jit
 def dots(
-    x, w, row, valid, rows, width,
+    x, w, row, valid, rows, width, asked,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times inputs `[rows, width]`."""
+    """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times inputs `[rows, width]`.
+
+    asked: what `ask` returned for them, or None.
+    """
     place = tl.arange(0, WIDTH)
     if ROWS == 1:
         sums = tl.zeros([BLOCK, WIDTH], tl.float32)
-        for start in tl.range(0, width, WIDTH, num_stages=STAGES):
+        begun = 0
+        if asked is not None:
+            value = tl.load(x + place, mask=place < width, other=0.0)
+            sums += asked.to(tl.float32) * value.to(tl.float32)[None, :]
+            begun = WIDTH
+        for start in tl.range(begun, width, WIDTH, num_stages=STAGES):
             k = start + place
             if EVEN:
                 held = valid[:, None]
@@ -59,12 +80,15 @@ def dots(
 @triton.jit
 def ride_first(
     x, w, scale, y, outputs, program, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a predictor's first stage, beside another kernel's work on the same input."""
+    """Some rows of a predictor's first stage, beside another kernel's work on the same input, for
+    which it waits."""
     row = program * BLOCK + tl.arange(0, BLOCK)
     valid = row < outputs
-    result = dots(x, w, row.to(tl.int64), valid, 1, width, 1, BLOCK, WIDTH, EVEN, 1)
+    asked = ask(w, row.to(tl.int64), valid, width, WIDTH, EVEN)
+    wait(PDL)
+    result = dots(x, w, row.to(tl.int64), valid, 1, width, asked, 1, BLOCK, WIDTH, EVEN, 1)
     result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
     tl.store(y + row[:, None], result, mask=valid[:, None])
 
@@ -73,9 +97,13 @@ def ride_first(
 def _project_block(
     x, w, scale, bias, y, indices, counts, mask, first, outputs, entries, channels, rows, width,
     SELECTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Outputs `first .. first + BLOCK` of one projection, 0 where a row does not use them."""
+    """Outputs `first .. first + BLOCK` of one projection, 0 where a row does not use them. It waits
+    for inputs; EARLY: after it has asked for weights."""
+    if not EARLY:
+        wait(PDL)
     row = first + tl.arange(0, BLOCK)
     valid = row < outputs
     read = valid
@@ -93,7 +121,14 @@ def _project_block(
             read = tl.max(used.to(tl.int32), axis=1) > 0
         if tl.max(read.to(tl.int32), axis=0) == 0:
             width = width * 0
-    result = dots(x, w, row.to(tl.int64), read, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+    asked = None
+    if EARLY:
+        if ROWS == 1:
+            asked = ask(w, row.to(tl.int64), read, width, WIDTH, EVEN)
+        wait(PDL)
+    result = dots(
+        x, w, row.to(tl.int64), read, rows, width, asked, ROWS, BLOCK, WIDTH, EVEN, STAGES
+    )
     if scale is not None:
         result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
     if bias is not None:
@@ -107,17 +142,6 @@ def _project_block(
 
 
 @triton.jit
-def _ask(
-    w, program, outputs, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SELECTED: tl.constexpr
-):  # fmt: skip
-    """Prefetch the beginnings of a program's rows, unless a selection may leave them out."""
-    if not SELECTED:
-        row = program * BLOCK + tl.arange(0, BLOCK)
-        SPAN: tl.constexpr = WIDTH * w.dtype.element_ty.primitive_bitwidth // 8
-        prefetch(w, row.to(tl.int64), width, row < outputs, SPAN)
-
-
-@triton.jit
 def project_kernel(
     x, rows, width,
     w0, scale0, bias0, y0, outputs0, programs0,
@@ -128,48 +152,37 @@ def project_kernel(
     FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     SELECTED0: tl.constexpr, SELECTED1: tl.constexpr, SELECTED2: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to three projections of the same input `[rows, width]`, side by side in the grid; the last
     `firsts` programs are of a first stage that rides along."""
     program = tl.program_id(0)
-    if PREFETCH and PDL:
-        if program < programs0:
-            _ask(w0, program, outputs0, width, BLOCK, WIDTH, SELECTED0)
-        if w1 is not None:
-            if (program >= programs0) & (program < programs0 + programs1):
-                _ask(w1, program - programs0, outputs1, width, BLOCK, WIDTH, SELECTED1)
-        if w2 is not None:
-            if program >= programs0 + programs1:
-                _ask(
-                    w2, program - programs0 - programs1, outputs2, width, BLOCK, WIDTH, SELECTED2
-                )  # fmt: skip
-    begin(PDL)
+    announce(PDL)
     if program < programs0:
         _project_block(
             x, w0, scale0, bias0, y0, indices, counts, mask, program * BLOCK, outputs0, entries,
-            channels0, rows, width, SELECTED0, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES,
+            channels0, rows, width, SELECTED0, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
         )  # fmt: skip
     if w1 is not None:
         if (program >= programs0) & (program < programs0 + programs1):
             _project_block(
                 x, w1, scale1, bias1, y1, indices, counts, mask, (program - programs0) * BLOCK,
                 outputs1, entries, channels1, rows, width, SELECTED1, TILE, ROWS, BLOCK, WIDTH,
-                EVEN, STAGES,
+                EVEN, STAGES, EARLY, PDL,
             )  # fmt: skip
     if first is not None:
         rider = program - tl.num_programs(0) + firsts
         if rider >= 0:
             ride_first(
                 x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
-                FIRST_WIDTH, FIRST_EVEN,
+                FIRST_WIDTH, FIRST_EVEN, PDL,
             )  # fmt: skip
     if w2 is not None:
         if (program >= programs0 + programs1) & (program < tl.num_programs(0) - firsts):
             _project_block(
                 x, w2, scale2, bias2, y2, indices, counts, mask,
                 (program - programs0 - programs1) * BLOCK, outputs2, entries, channels2, rows,
-                width, SELECTED2, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES,
+                width, SELECTED2, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
             )  # fmt: skip
 
 
@@ -204,48 +217,38 @@ def first_kernel(
 
 
 @triton.jit
-def up_kernel(
+def _up(
     x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
-    indices, counts, mask, active, tiles, parts, threshold,
-    first, first_scale, first_y, first_outputs, firsts,
-    FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
+    indices, counts, mask, active, tiles, parts, threshold, program,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
-    not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
-    numbers) and total (how many). active counts the down rows that will be read: of listed neurons
-    those that some row activates.
-
-    A tile is shared by `parts` programs, which need no other tile's count before they read weights;
-    where its results belong in the common list a program learns meanwhile. The last `firsts`
-    programs are of a first stage that rides along.
-    """
-    program = tl.program_id(0)
-    if PREFETCH and PDL:
-        _ask(up, program, neurons, width, BLOCK, WIDTH, LISTED)
-        if gate is not None:
-            _ask(gate, program, neurons, width, BLOCK, WIDTH, LISTED)
-    begin(PDL)
+    """A program's neurons; see `up_kernel`."""
+    if not EARLY:
+        wait(PDL)
     n = tl.arange(0, ROWS)
     slots = tl.arange(0, BLOCK)
     if LISTED:
         tile, part = program // parts, program % parts
-        count = tl.load(counts + tile, mask=tile < tiles, other=0)
+        count = tl.load(counts + tile)
         t = tl.arange(0, TILES)
         others = tl.load(counts + t, mask=t < tiles, other=0)
         rounds = tl.cdiv(count - part, parts * BLOCK)
     else:
         rounds = 1
-    if first is not None:
-        rider = program - tl.num_programs(0) + firsts
-        if rider >= 0:
-            ride_first(
-                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
-                FIRST_WIDTH, FIRST_EVEN,
-            )  # fmt: skip
-            rounds = rounds * 0
+    asked = None
+    if EARLY:
+        if ROWS == 1:
+            if LISTED:
+                slot = part + parts * slots
+                begun = slot < count
+                soon = tl.load(indices + tile * TILE + slot, mask=begun, other=0)
+            else:
+                soon = program * BLOCK + slots
+                begun = soon < neurons
+            asked = ask(up, soon.to(tl.int64), begun, width, WIDTH, EVEN)
+        wait(PDL)
     live = tl.zeros([], tl.int32)
     for turn in tl.range(0, rounds):
         if LISTED:
@@ -262,13 +265,13 @@ def up_kernel(
             used = tl.load(
                 mask + n[None, :].to(tl.int64) * neurons + neuron[:, None], mask=written, other=0
             )
-        a = dots(x, up, row, held, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+        a = dots(x, up, row, held, rows, width, asked, ROWS, BLOCK, WIDTH, EVEN, STAGES)
         if up_scale is not None:
             a *= tl.load(up_scale + neuron, mask=held, other=0.0)[:, None]
         if up_bias is not None:
             a += tl.load(up_bias + neuron, mask=held, other=0.0)[:, None]
         if gate is not None:
-            g = dots(x, gate, row, held, rows, width, ROWS, BLOCK, WIDTH, EVEN, STAGES)
+            g = dots(x, gate, row, held, rows, width, None, ROWS, BLOCK, WIDTH, EVEN, STAGES)
             if gate_scale is not None:
                 g *= tl.load(gate_scale + neuron, mask=held, other=0.0)[:, None]
             if gate_bias is not None:
@@ -286,8 +289,51 @@ def up_kernel(
         tl.store(out + n[None, :].to(tl.int64) * neurons + place[:, None], a, mask=written)
         if active is not None:
             live += tl.sum(tl.max((written & (a != 0)).to(tl.int32), axis=1), axis=0)
+        if LISTED:
+            if asked is not None:  # of the next turn
+                slot = part + parts * ((turn + 1) * BLOCK + slots)
+                begun = slot < count
+                soon = tl.load(indices + tile * TILE + slot, mask=begun, other=0)
+                asked = ask(up, soon.to(tl.int64), begun, width, WIDTH, EVEN)
     if LISTED:
         if program == 0:
             tl.store(total, tl.sum(others, axis=0))
     if active is not None:
         tl.atomic_add(active, live.to(tl.int64))
+
+
+@triton.jit
+def up_kernel(
+    x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
+    indices, counts, mask, active, tiles, parts, threshold,
+    first, first_scale, first_y, first_outputs, firsts,
+    FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
+    LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Activations of all neurons, or of the listed ones: fp32 `[rows, neurons]`, 0 where a row does
+    not use one. Listed ones stand side by side in the order of the list, which goes to flat (their
+    numbers) and total (how many). active counts the down rows that will be read: of listed neurons
+    those that some row activates.
+
+    A tile is shared by `parts` programs, which need no other tile's count before they read weights;
+    where its results belong in the common list a program learns meanwhile. The last `firsts`
+    programs are of a first stage that rides along. EARLY: the lists are there, and weights are
+    asked for, before the kernel ahead has ended.
+    """
+    program = tl.program_id(0)
+    announce(PDL)
+    main = tl.num_programs(0) - firsts
+    if program < main:
+        _up(
+            x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total,
+            neurons, indices, counts, mask, active, tiles, parts, threshold, program,
+            LISTED, ACTIVATION, TILES, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
+        )  # fmt: skip
+    if first is not None:
+        if program >= main:
+            ride_first(
+                x, first, first_scale, first_y, first_outputs, program - main, width,
+                FIRST_BLOCK, FIRST_WIDTH, FIRST_EVEN, PDL,
+            )  # fmt: skip

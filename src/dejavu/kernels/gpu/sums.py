@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dejavu.kernels.gpu.grid import begin, listed, multiply, prefetch, running_counts
+from dejavu.kernels.gpu.grid import announce, listed, multiply, running_counts, wait
 from dejavu.kernels.gpu.select import ride_select
 
 
 @triton.jit
 def _share(
     x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
-    share, shares, column,
+    share, shares, column, asked,
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, SAFE: tl.constexpr,
     CHANNELS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -33,7 +33,24 @@ def _share(
     else:
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     tainted = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(share * BLOCK, total, shares * BLOCK, num_stages=STAGES):
+    begun = share * BLOCK
+    if asked is not None:
+        place = begun + tl.arange(0, BLOCK)
+        valid = place < total
+        i = place
+        if LIST == "tiles":
+            i = tl.load(indices + place // CHANNELS, mask=valid, other=0) * CHANNELS
+            i += place % CHANNELS
+        a = tl.load(x + i, mask=valid, other=0.0).to(tl.float32)
+        coefficient = a
+        if scale is not None:
+            coefficient = a * tl.load(scale + i, mask=valid, other=0.0)
+        product = coefficient[:, None] * asked.to(tl.float32)
+        if GUARD:
+            product = tl.where((a != 0)[:, None], product, 0.0)
+        sums += product
+        begun += shares * BLOCK
+    for start in tl.range(begun, total, shares * BLOCK, num_stages=STAGES):
         place = start + tl.arange(0, BLOCK)
         valid = place < total
         if LIST == "flat":
@@ -108,9 +125,13 @@ def _sum_rows(
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A share's sums of a block of columns, and of the last to arrive the result."""
     running = 0
+    EARLIER: tl.constexpr = EARLY and ROWS == 1 and LIST != "flat" and TILES == 1
+    if not EARLIER:
+        wait(PDL)
     if LIST == "flat":
         total = tl.load(flat_total)
     elif LIST == "tiles":
@@ -124,9 +145,22 @@ def _sum_rows(
     n = tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
+    asked = None
+    if EARLIER:
+        place = share * BLOCK + tl.arange(0, BLOCK)
+        held = (place < total)[:, None] & inside[None, :]
+        i = place
+        if LIST == "tiles":
+            entry = tl.load(indices + place // CHANNELS, mask=place < total, other=0)
+            i = entry * CHANNELS + place % CHANNELS
+        asked = tl.load(
+            w + i.to(tl.int64)[:, None] * columns + column[None, :],
+            mask=held, other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        wait(PDL)
     result = _share(
         x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
-        share, shares, column, LIST, SKIP, GUARD, False, CHANNELS, TILES, TILE, ROWS, BLOCK,
+        share, shares, column, asked, LIST, SKIP, GUARD, False, CHANNELS, TILES, TILE, ROWS, BLOCK,
         COLUMNS, EVEN, STAGES,
     )  # fmt: skip
     if GUARD and ROWS > 1:
@@ -136,8 +170,8 @@ def _sum_rows(
         if tl.min(tl.min(finite, axis=1), axis=0) == 0:
             result = _share(
                 x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
-                share, shares, column, LIST, SKIP, GUARD, True, CHANNELS, TILES, TILE, ROWS, BLOCK,
-                COLUMNS, EVEN, 1,
+                share, shares, column, None, LIST, SKIP, GUARD, True, CHANNELS, TILES, TILE, ROWS,
+                BLOCK, COLUMNS, EVEN, 1,
             )  # fmt: skip
     spot = n[:, None] * columns + column[None, :]
     held = (n[:, None] < rows) & inside[None, :]
@@ -175,7 +209,7 @@ def sum_rows_kernel(
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = residual + bias + sum of coefficient * row of w: `[rows, width]` -> `[rows, columns]`.
 
@@ -190,21 +224,16 @@ def sum_rows_kernel(
     of further shares make the tiles of a selection that rides along.
     """
     block, share = tl.program_id(0), tl.program_id(1)
-    if PREFETCH and PDL and LIST == "all":
-        SPAN: tl.constexpr = COLUMNS * w.dtype.element_ty.primitive_bitwidth // 8
-        start = w + block * COLUMNS
-        for turn in tl.static_range(2):
-            ahead = (share + turn * shares) * BLOCK + tl.arange(0, BLOCK)
-            prefetch(start, ahead.to(tl.int64), columns, ahead < width, SPAN)
-    begin(PDL)
+    announce(PDL)
     if share < shares:
         _sum_rows(
             x, rows, width, w, scale, bias, residual, out, columns, flat, flat_total, indices,
             counts, mask, tiles, entries, partial, arrived, shares, block, share, LIST, SKIP, GUARD,
-            CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN,
+            CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN, EARLY, PDL,
         )  # fmt: skip
     if second is not None:
         if share >= shares:
+            wait(PDL)
             ride_select(
                 hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
                 second_entries, (share - shares) * tl.num_programs(0) + block, RANK, SECOND_TILE,

@@ -37,27 +37,3 @@ def replay_seconds(replay: Replay) -> float:
     ended.synchronize()
     milliseconds: float = begun.elapsed_time(ended)
     return milliseconds / 1e3
-
-
-class Clock:
-    """Times what is queued on the current stream between `start` and `stop`, without waiting."""
-
-    def __init__(self) -> None:
-        self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._stopped = False
-
-    def start(self) -> None:
-        self._begun.record()
-
-    def stop(self) -> None:
-        self._ended.record()
-        self._stopped = True
-
-    def seconds(self) -> float | None:
-        """Of the latest work, once the stream has been waited for; None: none since the last
-        call."""
-        if not self._stopped:
-            return None
-        self._stopped = False
-        milliseconds: float = self._begun.elapsed_time(self._ended)
-        return milliseconds / 1e3
