@@ -48,6 +48,7 @@ class LLM:
         memory_limit: str | int | None = None,
         bundle: str | os.PathLike[str] | None = None,
         lazy_kv: bool = False,
+        whole_layers: bool = True,
     ) -> None:
         """Load a model, and its sparsity plan if one is given; without one it runs dense.
 
@@ -62,6 +63,8 @@ class LLM:
             file that `dejavu pack` made of this model, and come as they are needed (CPU only).
             Default: the one in the plan's folder or the model's.
         lazy_kv: on a GPU, leave out keys and values of unused heads too, see `Engine`.
+        whole_layers: on a GPU, compute MLPs whole where a plan's choice would be slower, mostly
+            under a batch; off, a text depends on the plan alone.
 
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
         for a bad option, BackendError for a device that does not exist or missing kernels.
@@ -115,6 +118,7 @@ class LLM:
                 prompt_ops=prompt_ops,
                 cache_bytes=cache_bytes,
                 lazy_kv=lazy_kv,
+                whole_layers=whole_layers,
                 vocab_size=codec.vocab_size,
                 eos_token_ids=end_tokens(model, codec),
             ),
@@ -150,7 +154,8 @@ class LLM:
         """Complete one prompt, or several at once; the answer has the shape of the question.
 
         prompts: texts or lists of token ids. params: for all, or one for each prompt; default:
-        greedy up to the end of the context. Every answer is what the prompt alone would get.
+        greedy up to the end of the context. Every answer is what the prompt alone would get (on a
+        GPU up to rounding, and but for what `whole_layers` adds).
         Raises InputError before any work if one of the prompts or params cannot be used.
         """
         if isinstance(prompts, str):
