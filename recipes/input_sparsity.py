@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dejavu.bench.machine import origin, this_machine
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import load_model
 from dejavu.predictor.calibration import make_windows
@@ -177,11 +178,14 @@ def highest(study: Study, found: list[dict[str, Any]]) -> dict[str, Any]:
     high = min((p for p in points if p[1] > goal), default=(1.0, 10.0))
     share = (goal - low[1]) / (high[1] - low[1])
     target = math.floor(100 * (low[0] + share * (high[0] - low[0]))) / 100
+    known = {entry["target"]: entry for entry in found}
     while True:
-        found.append(study.budget(target))
-        if found[-1]["perplexity_ratio"] <= ALLOWED:
-            return found[-1]
-        target -= 0.02
+        if target not in known:
+            known[target] = study.budget(target)
+            found.append(known[target])
+        if known[target]["perplexity_ratio"] <= ALLOWED:
+            return known[target]
+        target = round(target - 0.02, 2)
 
 
 def _quiet(done: int, total: int) -> None:
@@ -194,7 +198,14 @@ def main() -> None:
     tokens = int(sys.argv[5]) if sys.argv[5:] else 8192
     end = time.monotonic() + (float(sys.argv[6]) if sys.argv[6:] else math.inf)
     study = Study(source, texts, tokens, Work(Path(result).with_suffix(".work"), end))
-    content: dict[str, Any] = {"model": Path(source).name, "complete": False}
+    content: dict[str, Any] = {
+        "model": Path(source).name,
+        "calibration": Path(texts[0]).name,
+        "held_out": Path(texts[1]).name,
+        "origin": vars(origin()),
+        "machine": this_machine().to_json(),
+        "complete": False,
+    }
     found: list[dict[str, Any]] = []
     try:
         content |= study.summary()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dejavu.bench.machine import origin, this_machine
 from dejavu.kernels.native import NativeOps, measure_read_bandwidth
 from dejavu.load import load_model
 from dejavu.models.base import Batch, DecoderLM
@@ -120,6 +121,8 @@ def main() -> None:
     summary = {
         "model": Path(source).name,
         "threads": threads,
+        "origin": vars(origin()),
+        "machine": this_machine().to_json(),
         "read_gb_per_s": bandwidth,
         "roofline_ms": whole / bandwidth / 1e6,
         "arms": found,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,18 @@ from dejavu.kernels.native import NativeOps
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.models.base import Batch
-from dejavu.predictor.input_budget import GRID, InputCurve, price_for_sparsity, priced_thresholds
+from dejavu.predictor.input_budget import (
+    GRID,
+    InputCurve,
+    planned_sparsity,
+    price_for_loss,
+    price_for_sparsity,
+    priced_thresholds,
+)
 from dejavu.predictor.plan import Plan, load_plan
 from dejavu.predictor.prepare import prepare
-from dejavu.sparsity.inputs import InputSelector, InputSite
+from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
+from dejavu.sparsity.losses import Mean
 from dejavu.sparsity.policy import Dense
 
 from . import tiny
@@ -95,3 +105,62 @@ def test_a_price_takes_from_the_cheapest_place() -> None:
 def test_thresholds_of_zero_leave_everything_dense(gated: LoadedModel) -> None:
     selector = InputSelector(gated.model, [dict.fromkeys(InputSite, 0.0)] * tiny.LAYERS)
     assert [selector.inputs(layer) for layer in range(tiny.LAYERS)] == [None] * tiny.LAYERS
+
+
+def places(steepness: float = 1.0) -> dict[tuple[int, InputSite], InputCurve]:
+    """Four sites whose damage grows with the fourth power, unequally fast."""
+    return {
+        (0, site): InputCurve(
+            1000 * (n + 1), GRID, tuple(steepness * (n + 1) * 0.05 * s**4 for s in GRID)
+        )
+        for n, site in enumerate(InputSite)
+    }
+
+
+class Loss:
+    """The true loss of thresholds is twice what the curves say; every trial is counted."""
+
+    def __init__(self, curves: dict[tuple[int, InputSite], InputCurve], error: float) -> None:
+        self.curves, self.error, self.trials = curves, error, 0
+
+    def __call__(self, thresholds: Sequence[Thresholds]) -> Mean:
+        self.trials += 1
+        nats = 0.0
+        for site, threshold in thresholds[0].items():
+            if threshold:
+                curve = self.curves[0, site]
+                nats += curve.nats[curve.thresholds.index(threshold)]
+        return Mean(2 * nats, self.error)
+
+
+@pytest.mark.parametrize("allowed", [0.005, 0.01, 0.03])
+@pytest.mark.parametrize("error", [0.0, 0.001])
+def test_a_price_is_found_whose_measured_loss_is_allowed(allowed: float, error: float) -> None:
+    curves = places()
+    measure = Loss(curves, error)
+    found = price_for_loss(curves, allowed, measure)
+    assert found is not None
+    price, loss = found
+    assert loss == measure(priced_thresholds(curves, price))
+    assert loss.value + error <= math.log1p(allowed)
+    assert measure.trials <= 8
+    # A tenth more of the bytes would be too much, or nearly: the search does not give up early.
+    more = price_for_sparsity(curves, planned_sparsity(curves, price) + 0.1)
+    assert measure(priced_thresholds(curves, more)).value + error > 0.9 * math.log1p(allowed)
+
+
+def test_a_known_price_starts_the_search_and_is_kept_where_nothing_is_better() -> None:
+    curves = places()
+    measure = Loss(curves, 0.0)
+    first = price_for_loss(curves, 0.01, measure)
+    assert first is not None
+    trials = measure.trials
+    second = price_for_loss(curves, 0.03, measure, first)
+    assert second is not None
+    assert second[0] > first[0]
+    assert measure.trials > trials
+    assert price_for_loss(curves, 0.01, lambda _: Mean(1.0, 0.0), first) == first
+
+
+def test_no_price_is_allowed_where_everything_costs_too_much() -> None:
+    assert price_for_loss(places(), 0.01, lambda _: Mean(1.0, 0.0)) is None
