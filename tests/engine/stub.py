@@ -61,7 +61,7 @@ class ScriptedLM:
         self.before()
         assert cache.num_blocks > int(batch.block_table.max())
         firsts = batch.block_table[:, 0].tolist()
-        if batch.last_only:
+        if batch.scored == 1:
             prompt = tuple(batch.ids.tolist())
             assert batch.positions.tolist() == list(range(len(prompt)))
             self._answers[firsts[0]] = len(prompt), self._script(prompt)
@@ -71,7 +71,7 @@ class ScriptedLM:
         logits = torch.zeros(len(firsts), self.config.vocab_size)
         for row, first in enumerate(firsts):
             prompt_length, answer = self._answers[first]
-            assert int(batch.positions[row if not batch.last_only else -1]) + 1 == int(
+            assert int(batch.positions[row if batch.scored is None else -1]) + 1 == int(
                 batch.lengths[row]
             )
             step = int(batch.lengths[row]) - prompt_length

@@ -67,7 +67,7 @@ class Block:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 3, 5, 16])
 def test_threads_do_not_matter(isa, rows, dtype):
     results = [Block(rows, dtype).forward(NativeOps(t, isa))[0] for t in (1, 2, 3)]
     assert torch.equal(results[0], results[1])

@@ -15,11 +15,12 @@ from dejavu.engine.activity import Watchable, activity
 from dejavu.engine.backend import Step, decode_ops, decode_step
 from dejavu.engine.logprobs import logprob_of, prompt_logprobs
 from dejavu.engine.params import SamplingParams
+from dejavu.engine.prompt_step import Piece, PromptStep
 from dejavu.engine.sampling import Sampler, pick
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
 from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.device import free_memory, on
-from dejavu.kernels.native import MAX_ROWS
+from dejavu.kernels.native import MAX_ROWS, NativeOps
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
@@ -72,7 +73,8 @@ class Engine:
             into pieces of this length. Default: `PREFILL_CHUNK`, on a GPU `GPU_PREFILL_CHUNK`.
         lazy_kv: on a GPU, keys and values of heads that a selector leaves out are computed when
             the head is next used, for steps of up to 4 rows; or the arms for which that is so.
-        prompt_ops: of prompts; default: torch's, on the CPU with the kernels for int8 weights.
+        prompt_ops: of prompts; default: torch's, on the CPU with the kernels for int8 weights, and
+            where all are int8 recorded steps (`PromptStep`).
         whole_layers: on a GPU, a plan's steps compute everything where that is faster than what
             the plan chooses, see `engine.whole_layers`.
         max_model_len: tokens of prompt and answer at most; default: the model's context, or what
@@ -143,6 +145,16 @@ class Engine:
         self.max_batch = max_batch
         self.cache_blocks = blocks
         self._chunk = prefill_chunk
+        self._prompts: PromptStep | None = None
+        if ops is None and prompt_ops is None and PromptStep.suits(model):
+            assert isinstance(step_ops, NativeOps)
+            self._prompts = PromptStep(
+                model,
+                self._cache,
+                step_ops,
+                max_length=max_model_len,
+                vocab_size=self.vocab_size,
+            )
         if prompt_ops is None:
             kernels = ops is None and model.device.type == "cpu"
             prompt_ops = PromptRows(threads) if kernels else TorchOps()
@@ -164,6 +176,11 @@ class Engine:
     def waiting(self) -> int:
         """Requests that wait for a row or for memory."""
         return self._scheduler.waiting
+
+    @property
+    def reading(self) -> bool:
+        """Whether there is a prompt to compute before the next decode step."""
+        return self._scheduler.reading
 
     @property
     def density(self) -> float | None:
@@ -240,17 +257,7 @@ class Engine:
             self.steps = dict.fromkeys(self.steps, 0)
         self._scheduler.admit()
         touched: dict[Request, None] = {}
-        for request, end in self._scheduler.next_prompts(self._chunk, _LEAST_PIECE):
-            if request.done:  # see `_accept`
-                continue
-            started = perf_counter()
-            try:
-                self._prefill(request, end)
-            except Exception as error:
-                failed = DejavuError(f"the prompt could not be computed: {error}")
-                failed.__cause__ = error
-                self._finish(request, error=failed)
-            request.prefill_seconds += perf_counter() - started
+        for request in self._next_prompts():
             if request.token_ids or request.done:
                 touched[request] = None
         for arm, step in self._steps.items():
@@ -268,28 +275,66 @@ class Engine:
             touched |= dict.fromkeys(rows)
         return list(touched)
 
-    def _prefill(self, request: Request, end: int) -> None:
-        """Compute a prompt's next tokens up to place `end`, which enter the cache; at the end of
-        the prompt its first token is sampled."""
-        params, _, _ = self._active[request]
-        start, whole = request.computed, end == len(request.prompt)
-        every = params.prompt_logprobs is not None
+    def _next_prompts(self) -> list[Request]:
+        """Compute the next pieces of prompts; whose they were."""
+        least = _LEAST_PIECE if self._prompts is None else 1
+        pieces = [
+            Piece(request, end, self._active[request][0].prompt_logprobs is not None)
+            for request, end in self._scheduler.next_prompts(self._chunk, least)
+            if not request.done  # see `_accept`
+        ]
+        if self._prompts is not None and pieces:
+            self._compute(pieces, partial(self._prefill_together, self._prompts, pieces))
+            return [piece.request for piece in pieces]
+        for piece in pieces:
+            if not piece.request.done:
+                self._compute([piece], partial(self._prefill, piece))
+        return [piece.request for piece in pieces]
+
+    def _compute(self, pieces: list[Piece], work: Callable[[], None]) -> None:
+        """Do the work for some pieces; where it fails, their requests end with an error."""
+        started = perf_counter()
+        try:
+            work()
+        except Exception as error:
+            failed = DejavuError(f"the prompt could not be computed: {error}")
+            failed.__cause__ = error
+            for piece in pieces:
+                self._finish(piece.request, error=failed)
+        seconds = perf_counter() - started
+        for piece in pieces:
+            piece.request.prefill_seconds += seconds
+
+    def _prefill_together(self, prompts: PromptStep, pieces: list[Piece]) -> None:
+        for piece, logits in zip(pieces, prompts.run(pieces), strict=True):
+            self._advance(piece, logits)
+
+    def _prefill(self, piece: Piece) -> None:
+        request, end, every = piece
         batch = Batch.prefill(
-            list(request.prompt[start:end]),
+            list(request.prompt[request.computed : end]),
             request.blocks,
-            start=start,
+            start=request.computed,
             last_only=not every,
             device=self._model.device,
         )
         self._model.prepare(len(request.prompt))
         with _torch_threads(self._threads), on(self._model.device):
             logits = self._model.forward(batch, self._cache, Dense(), self._prompt_ops)
-        if every and not request.done:
-            scored = logits[:, : self.vocab_size].cpu().numpy()
-            following = request.prompt[start + 1 : end + 1]
-            request.prompt_logprobs += prompt_logprobs(scored, following, params.prompt_logprobs)
-        if whole and not request.done:
-            row = logits[-1, : self.vocab_size].cpu().numpy()
+        self._advance(piece, logits[:, : self.vocab_size].cpu().numpy())
+
+    def _advance(self, piece: Piece, logits: NDArray[np.float32]) -> None:
+        """A prompt's next tokens are in the cache, and these are their logits; after the last one
+        its first token is sampled."""
+        request, end, every = piece
+        if request.done:  # aborted meanwhile
+            return
+        if every:
+            top = self._active[request][0].prompt_logprobs
+            following = request.prompt[request.computed + 1 : end + 1]
+            request.prompt_logprobs += prompt_logprobs(logits, following, top)
+        if end == len(request.prompt):
+            row = logits[-1]
             self._take(request, pick(self._active[request][1], row), lambda: row)
         self._scheduler.advance(request, end)
 

@@ -105,6 +105,11 @@ class Scheduler:
         return sum(map(len, self._waiting.values()))
 
     @property
+    def reading(self) -> bool:
+        """Whether a prompt is next: of a running request or of one that can start."""
+        return bool(self._prompts) or (bool(self._waiting) and len(self.running) < self._max_rows)
+
+    @property
     def rows(self) -> list[Request]:
         """Those of `running` that have a token to feed back: rows of decode steps."""
         return [request for request in self.running if request.token_ids]

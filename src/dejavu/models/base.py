@@ -89,18 +89,19 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The rows of one step: B single tokens of B sequences, or N tokens of one sequence.
+    """The rows of one step: B single tokens of B sequences, or N tokens of one sequence. (On the
+    compiled kernels the B tokens may also be of one sequence: see `engine.prompt_step`.)
 
     ids, positions: int64 `[N]`; block_table: int32 `[B, max_blocks]`; lengths: int32 `[B]`, tokens
-    in the cache after the step. last_only: logits of the last row alone (prefill). deferred: keys
-    and values of unused heads are left for later (decode; see `kernels.lazy`).
+    in the cache after the step. scored: logits of so many of the last rows; None: of all. deferred:
+    keys and values of unused heads are left for later (decode; see `kernels.lazy`).
     """
 
     ids: Tensor
     positions: Tensor
     block_table: Tensor
     lengths: Tensor
-    last_only: bool = False
+    scored: int | None = None
     deferred: Deferral | None = None
 
     @staticmethod
@@ -113,7 +114,7 @@ class Batch:
         device: torch.device | None = None,
     ) -> Batch:
         """A sequence's tokens from place `start` on (those before it are in the cache), in the
-        given cache blocks."""
+        given cache blocks. last_only: logits of the last row alone."""
         row = torch.as_tensor(ids, dtype=torch.int64, device=device)
         end = start + len(row)
         assert len(blocks) >= blocks_for(end)
@@ -122,7 +123,7 @@ class Batch:
             torch.arange(start, end, device=device),
             torch.tensor([blocks], dtype=torch.int32, device=device),
             torch.tensor([end], dtype=torch.int32, device=device),
-            last_only,
+            1 if last_only else None,
         )
 
 
@@ -169,7 +170,7 @@ class DecoderLM:
         )
 
     def forward(self, batch: Batch, cache: KVCache, selector: Selector, ops: Ops) -> Tensor:
-        """Logits fp32 `[N, vocab_size]` (`[1, vocab_size]` with `last_only`).
+        """Logits fp32 `[N, vocab_size]`, or of `batch.scored` rows.
 
         Writes the rows' keys and values into the cache. For rope models the caller has called
         `prepare(longest length)` before (a recorded step replays the forward without Python).
@@ -197,7 +198,9 @@ class DecoderLM:
             del block  # the next one may need its room
         yield depth
         selector.observe(Stage.BLOCK_INPUT, depth, hidden)
-        logits = self._head(hidden[-1:] if batch.last_only else hidden, ops)
+        if batch.scored == 0:
+            return hidden.new_empty(0, self.config.vocab_size)
+        logits = self._head(hidden if batch.scored is None else hidden[-batch.scored :], ops)
         selector.observe(Stage.LOGITS, depth, logits)
         return logits
 

@@ -1,4 +1,4 @@
-// Decode attention over the paged cache: one query token a row.
+// Decode attention over the paged cache: one query token a row, of sequences of their own or of one.
 //
 // The positions a token sees are cut into spans of kSpan, counted from the first one it sees. A
 // span of a row and some neighbouring groups is an item of work; for each group it leaves the
@@ -89,6 +89,13 @@ void enter(const AttentionArgs& a, void* cache, Size to, const float* from) {
   } else {
     std::memcpy((float*)cache + to, from, (size_t)a.head_dim * sizeof(float));
   }
+}
+
+void enter(const AttentionArgs& a, Size row, Size group) {
+  const Size to = (slot_of(a, row, a.lengths[row] - 1) * a.groups + group) * a.head_dim;
+  const Size from = (row * a.groups + group) * a.head_dim;
+  enter(a, a.keys, to, a.k + from);
+  enter(a, a.values, to, a.v + from);
 }
 
 // Scaled scores to exponentials below the largest, in place; {largest, their sum}.
@@ -260,6 +267,12 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
     worker.fail(fault);
     return;
   }
+  // Several rows may be tokens of one sequence: what they see must be there before any looks.
+  const bool before = a.rows > 1;
+  if (before)
+    worker.share(a.rows, [&](Size row) {
+      for (Size group = 0; a.lengths[row] && group < a.groups; ++group) enter(a, row, group);
+    });
   const Size queries = a.heads / a.groups, dim = a.head_dim, capacity = max_spans(a);
   Size spans = 0;
   for (Size row = 0; row < a.rows; ++row) spans += extent_of(a, row).spans;
@@ -280,13 +293,8 @@ void run_attention(const AttentionArgs& a, Worker& worker) {
     const Size group_end = (bundle + 1) * together < a.groups ? (bundle + 1) * together : a.groups;
     Size used[kScoreRows], used_count = 0;
     for (Size group = bundle * together; group < group_end; ++group) {
-      if (span == extent.spans - 1) {
-        // The new token lies in the last span; no other item of this step reads it.
-        const Size to = (slot_of(a, row, extent.length - 1) * a.groups + group) * dim;
-        const Size from = (row * a.groups + group) * dim;
-        enter(a, a.keys, to, a.k + from);
-        enter(a, a.values, to, a.v + from);
-      }
+      // The new token lies in the last span; no other item of this step reads it.
+      if (!before && span == extent.spans - 1) enter(a, row, group);
       if (extent.spans && is_used(a, row, group))
         used[used_count++] = group;
       else if (span == 0)

@@ -1,7 +1,7 @@
 // combine and mlp: sums of stored rows over fixed tiles of input channels or neurons.
 
 #include "activate.h"
-#include "tiles.h"
+#include "batch_sums.h"
 
 namespace dejavu::DEJAVU_ISA {
 
@@ -31,6 +31,19 @@ inline bool closes(Activation activation) {
 
 constexpr Size kDropped = 128;  // entries looked at in one go
 
+// Whether sums of stored rows of this matrix leave whole coefficients, not partial sums: from so
+// many batch rows on that is faster.
+bool in_batch(const Matrix& weight, Size rows) {
+  return weight.dtype == Dtype::int8 && rows >= 4;
+}
+
+// Of the first phase, and what each thread needs for the second.
+Scratch sums_scratch(const Matrix& weight, Size tile, Size rows) {
+  if (in_batch(weight, rows))
+    return {Coefficients::floats(weight.rows, tile, rows), Coefficients::local_floats(weight.columns)};
+  return {Partials::floats(tile_count(weight.rows, tile), rows, weight.columns), 0};
+}
+
 // Take out of `listed` (and of the values beside it) what is 0 for every row; what is left.
 Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size rows) {
   Size left = 0;
@@ -57,13 +70,16 @@ Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size ro
 }  // namespace
 
 Scratch scratch_combine(const CombineArgs& a) {
-  return {Partials::floats(tile_count(a.weight->rows, a.tile), a.rows, a.weight->columns),
-          a.tile * (a.rows + 1)};
+  const Scratch sums = sums_scratch(*a.weight, a.tile, a.rows);
+  const Size local = a.tile * (a.rows + 1);
+  return {sums.shared, local > sums.local ? local : sums.local};
 }
 
 void run_combine(const CombineArgs& a, Worker& worker) {
   const Matrix& weight = *a.weight;
   const Size channels = weight.rows, tiles = tile_count(channels, a.tile);
+  const bool batch = in_batch(weight, a.rows);
+  const Coefficients whole(worker.shared, channels, a.tile, a.rows);
   const Partials partials(worker.shared, tiles, a.rows, weight.columns);
   const Size block = a.selection ? channels / a.selection->entries : 1;
   const Use use = use_of(a.selection, block);
@@ -76,18 +92,25 @@ void run_combine(const CombineArgs& a, Worker& worker) {
     gather_coefficients(a.x, a.rows, weight, use, listed, count, a.tile, coefficients);
     const bool skip = a.selection != nullptr;
     if (skip) count = drop_zeros(listed, coefficients, count, a.tile, a.rows);
-    partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
+    if (batch)
+      whole.put(t, listed, count, coefficients);
+    else
+      partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
   });
+  if (batch) return whole.add_up(weight, a.bias, a.residual, a.out, worker);
   partials.reduce(a.bias, a.residual, a.out, worker);
 }
 
 Scratch scratch_mlp(const MlpArgs& a) {
-  return {Partials::floats(tile_count(a.down->rows, a.tile), a.rows, a.down->columns),
-          a.tile * (2 * a.rows + 1) + Inputs::floats(a.rows, a.up->columns)};
+  const Scratch sums = sums_scratch(*a.down, a.tile, a.rows);
+  const Size local = a.tile * (2 * a.rows + 1) + Inputs::floats(a.rows, a.up->columns);
+  return {sums.shared, local > sums.local ? local : sums.local};
 }
 
 void run_mlp(const MlpArgs& a, Worker& worker) {
   const Size neurons = a.down->rows, tiles = tile_count(neurons, a.tile);
+  const bool batch = in_batch(*a.down, a.rows);
+  const Coefficients whole(worker.shared, neurons, a.tile, a.rows);
   const Partials partials(worker.shared, tiles, a.rows, a.down->columns);
   const Use use = use_of(a.selection, 1);
   int32_t* listed = (int32_t*)worker.local;
@@ -120,8 +143,12 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
     if (a.down->scale)
       for (Size r = 0; r < a.rows; ++r)
         for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= a.down->scale[listed[k]];
-    partials.fill(t, *a.down, listed, count, active, a.tile, skip);
+    if (batch)
+      whole.put(t, listed, count, active);
+    else
+      partials.fill(t, *a.down, listed, count, active, a.tile, skip);
   });
+  if (batch) return whole.add_up(*a.down, a.down_bias, a.residual, a.out, worker);
   partials.reduce(a.down_bias, a.residual, a.out, worker);
 }
 

@@ -259,6 +259,7 @@ inline float largest(Vec a) {
 
 // Always inline: GCC takes a function that only fetches ahead for one without effect, and drops it.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+[[gnu::always_inline]] inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // exp(a) within 1.5 ulp: a = n ln 2 + r, |r| <= ln 2 / 2 (ln 2 in two parts), Taylor to r^7, whose
 // remainder is below 2^-25 of the result. Underflow gives 0, overflow infinity.

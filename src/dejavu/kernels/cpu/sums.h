@@ -23,7 +23,7 @@ constexpr Size kSumColumns = 32;  // columns a step; accumulators are padded to 
 #if defined(__AVX2__)
 
 // 32 columns of rows 0, 1 and of rows 2, 3, widened, in pairs for the multiply-add. Lanes are in
-// the order of the unpacking; settle() puts them right. For AVX-512 as well: memory is the limit.
+// the order of the unpacking; in_column_order() puts them right. For AVX-512 as well: memory is the limit.
 struct Quad {
   __m256i first[4], second[4];
 };
@@ -50,11 +50,16 @@ struct Quad {
   return quad;
 }
 
+// Two coefficients in every lane; one at a time, for then a load alone does it.
+[[gnu::always_inline]] inline __m256i pair_of(const int16_t* q) {
+  int32_t pair;
+  std::memcpy(&pair, q, sizeof(pair));
+  return _mm256_set1_epi32(pair);
+}
+
 // acc[0..32) += the four rows times q[0..4).
 [[gnu::always_inline]] inline void add_quad(const Quad& quad, const int16_t* q, int32_t* acc) {
-  int32_t pairs[2];
-  std::memcpy(pairs, q, sizeof(pairs));
-  const __m256i first = _mm256_set1_epi32(pairs[0]), second = _mm256_set1_epi32(pairs[1]);
+  const __m256i first = pair_of(q), second = pair_of(q + 2);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m256i* at = (__m256i*)acc + i;
@@ -77,14 +82,13 @@ template <int R>
     __m256i first[R], second[R];
 #pragma GCC unroll 2
     for (int r = 0; r < R; ++r) {
-      int32_t pairs[2];
-      std::memcpy(pairs, q[r] + kSumRows * k, sizeof(pairs));
-      first[r] = _mm256_set1_epi32(pairs[0]);
-      second[r] = _mm256_set1_epi32(pairs[1]);
+      first[r] = pair_of(q[r] + kSumRows * k);
+      second[r] = pair_of(q[r] + kSumRows * k + 2);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m256i a = quad[k].first[i], b = quad[k].second[i];
+      __m256i a = quad[k].first[i], b = quad[k].second[i];
+      asm("" : "+x"(a), "+x"(b));  // loaded once, or loads would be the limit
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) {
         total[r][i] = _mm256_add_epi32(total[r][i], _mm256_madd_epi16(a, first[r]));
@@ -100,16 +104,23 @@ template <int R>
     for (int i = 0; i < 4; ++i) _mm256_storeu_si256((__m256i*)acc[r] + i, total[r][i]);
 }
 
-// 32 accumulators to fp32 in column order, in place.
-inline void settle(float* acc, float step) {
+// 32 numbers from the order of accumulators to that of columns.
+inline void in_column_order(float* a) {
   __m256 v[4];
-  for (int i = 0; i < 4; ++i)
-    v[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)acc + i)),
-                         _mm256_set1_ps(step));
-  _mm256_storeu_ps(acc, _mm256_permute2f128_ps(v[0], v[1], 0x20));
-  _mm256_storeu_ps(acc + 8, _mm256_permute2f128_ps(v[2], v[3], 0x20));
-  _mm256_storeu_ps(acc + 16, _mm256_permute2f128_ps(v[0], v[1], 0x31));
-  _mm256_storeu_ps(acc + 24, _mm256_permute2f128_ps(v[2], v[3], 0x31));
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(a + 8 * i);
+  _mm256_storeu_ps(a, _mm256_permute2f128_ps(v[0], v[1], 0x20));
+  _mm256_storeu_ps(a + 8, _mm256_permute2f128_ps(v[2], v[3], 0x20));
+  _mm256_storeu_ps(a + 16, _mm256_permute2f128_ps(v[0], v[1], 0x31));
+  _mm256_storeu_ps(a + 24, _mm256_permute2f128_ps(v[2], v[3], 0x31));
+}
+
+// total[0..32) += accumulators times a step.
+inline void add_settled(const int32_t* acc, float step, float* total) {
+  for (int i = 0; i < 4; ++i) {
+    const __m256 a = _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i*)acc + i));
+    const __m256 more = _mm256_mul_ps(a, _mm256_set1_ps(step));
+    _mm256_storeu_ps(total + 8 * i, _mm256_add_ps(_mm256_loadu_ps(total + 8 * i), more));
+  }
 }
 
 #else
@@ -133,13 +144,21 @@ inline void add_quads(const Quad* quad, Size quads, const int16_t* const* q, int
   for (int r = 0; r < R; ++r)
     for (Size k = 0; k < quads; ++k) add_quad(quad[k], q[r] + kSumRows * k, acc[r]);
 }
-inline void settle(float* acc, float step) {
-  int32_t whole[kSumColumns];
-  std::memcpy(whole, acc, sizeof(whole));
-  for (Size i = 0; i < kSumColumns; ++i) acc[i] = (float)whole[i] * step;
+inline void in_column_order(float*) {}
+inline void add_settled(const int32_t* acc, float step, float* total) {
+  for (Size i = 0; i < kSumColumns; ++i) total[i] += (float)acc[i] * step;
 }
 
 #endif
+
+// 32 accumulators to fp32 in column order, in place.
+inline void settle(float* acc, float step) {
+  int32_t whole[kSumColumns];
+  std::memcpy(whole, acc, sizeof(whole));
+  std::memset(acc, 0, sizeof(whole));
+  add_settled(whole, step, acc);
+  in_column_order(acc);
+}
 
 // Bits of a whole coefficient: products of a tile of int8 rows with them fit 32 bits.
 inline int coefficient_bits(Size tile) {
@@ -162,18 +181,12 @@ inline Steps steps_of(const float* coefficients, Size count, Size tile) {
   return {(float)power_of_two(shift), (float)power_of_two(-shift), (1 << bits) - 1};
 }
 
-// q[0..count), then 0 up to a whole pass.
+// q[0..count), then 0 up to a whole vector: there is room for it.
 inline void whole_coefficients(const float* coefficients, Size count, const Steps& steps,
                                int16_t* q) {
   for_vectors(0, count, [&](Size k, Size n) {
-    int32_t whole[Vec::width];
-    round_to_ints(load(coefficients + k, n) * broadcast(steps.factor), whole);
-    for (Size i = 0; i < n; ++i) {
-      const int32_t up = whole[i] < -steps.largest ? -steps.largest : whole[i];
-      q[k + i] = (int16_t)(up > steps.largest ? steps.largest : up);
-    }
+    store_whole(load(coefficients + k, n) * broadcast(steps.factor), steps.largest, q + k);
   });
-  for (; count % kSumRows; ++count) q[count] = 0;
 }
 
 // acc[r][0..width) += four rows times q[r][0..4).

@@ -68,6 +68,17 @@ inline Use use_of(const Selection* selection, Size block) {
 inline void gather_coefficients(const float* x, Size rows, const Matrix& weight, const Use& use,
                                 const int32_t* listed, Size count, Size tile,
                                 float* coefficients) {
+  if (count && !use.mask && listed[count - 1] - listed[0] == count - 1) {
+    const Size first = listed[0];
+    for (Size r = 0; r < rows; ++r)
+      for_vectors(0, count, [&](Size k, Size lanes) {
+        const Vec value = load(x + r * weight.rows + first + k, lanes);
+        const float* scale = weight.scale + first + k;
+        store(coefficients + r * tile + k, weight.scale ? value * load(scale, lanes) : value,
+              lanes);
+      });
+    return;
+  }
   for (Size r = 0; r < rows; ++r)
     for (Size k = 0; k < count; ++k) {
       const Size i = listed[k];

@@ -32,6 +32,13 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, _mm512_loadu_si512(x)))};
 }
 inline void settle_order(Int32s& sum) { asm("" : "+v"(sum.v)); }
+inline void settle_order(Int16s& numbers) { asm("" : "+v"(numbers.v)); }
+inline void store_whole(Vec a, int32_t largest, int16_t* out) {
+  const __m512i limit = _mm512_set1_epi32(largest);
+  const __m512i low = _mm512_max_epi32(_mm512_cvtps_epi32(a.v),
+                                       _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_min_epi32(low, limit)));
+}
 inline Int16s load_whole(const int16_t* x) { return {_mm512_loadu_si512(x)}; }
 inline Int32s add_products(Int32s sum, Int16s w, Int16s x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w.v, x.v))};
@@ -57,6 +64,15 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
       sum.v, _mm256_madd_epi16(w.v, _mm256_loadu_si256((const __m256i*)x)))};
 }
 inline void settle_order(Int32s& sum) { asm("" : "+x"(sum.v)); }
+inline void settle_order(Int16s& numbers) { asm("" : "+x"(numbers.v)); }
+inline void store_whole(Vec a, int32_t largest, int16_t* out) {
+  const __m256i limit = _mm256_set1_epi32(largest);
+  const __m256i low = _mm256_max_epi32(_mm256_cvtps_epi32(a.v),
+                                       _mm256_sub_epi32(_mm256_setzero_si256(), limit));
+  const __m256i q = _mm256_min_epi32(low, limit);
+  _mm_storeu_si128((__m128i*)out, _mm_packs_epi32(_mm256_castsi256_si128(q),
+                                                  _mm256_extracti128_si256(q, 1)));
+}
 inline Int16s load_whole(const int16_t* x) {
   return {_mm256_loadu_si256((const __m256i*)x)};
 }
@@ -92,6 +108,13 @@ inline Int32s add_products(Int32s sum, Int16s w, const int16_t* x) {
   return sum;
 }
 inline void settle_order(Int32s&) {}
+inline void settle_order(Int16s&) {}
+inline void store_whole(Vec a, int32_t largest, int16_t* out) {
+  int32_t q[Vec::width];
+  round_to_ints(a, q);
+  for (int i = 0; i < Vec::width; ++i)
+    out[i] = (int16_t)(q[i] > largest ? largest : q[i] < -largest ? -largest : q[i]);
+}
 inline Int16s load_whole(const int16_t* x) {
   Int16s v;
   std::memcpy(v.v, x, sizeof(v.v));
@@ -180,15 +203,13 @@ DEJAVU_LOOP Digits digits_of(const float* x, Size width, int16_t* out) {
     const Peak peak = peak_of(x + start, end - start);
     const int shift = peak.shift(15);
     const float factor = (float)power_of_two(shift);
-    for (Size i = start; i < end; i += 64) {
-      int32_t q[64] = {};
-      if (peak.finite)
-        for_vectors(i, end - i < 64 ? end : i + 64, [&](Size k, Size n) {
-          round_to_ints(load(x + k, n) * broadcast(factor), q + (k - i));
-        });
-      for (Size k = 0; k < 64; ++k)  // the largest may be rounded up to 2^15
-        out[i + k] = (int16_t)(q[k] > 32767 ? 32767 : q[k] < -32767 ? -32767 : q[k]);
-    }
+    Size i = start;
+    if (peak.finite)  // the largest may be rounded up to 2^15
+      for (; i < end; i += Vec::width)
+        store_whole(load(x + i, end - i < Vec::width ? end - i : Vec::width) * broadcast(factor),
+                    32767, out + i);
+    const Size padded_end = (end + 63) / 64 * 64;
+    if (i < padded_end) std::memset(out + i, 0, (size_t)(padded_end - i) * sizeof(int16_t));
     steps[start / kWholeBlock] = peak.finite ? power_of_two(-shift) : __builtin_nan("");
   }
   return {out, steps};
@@ -303,11 +324,57 @@ inline bool try_narrow_dots(const int8_t* w, Size count, const Digits& x, Size w
   return false;
 }
 
+// Two stored rows of whole lines and one block with batch rows, four at a time. This is where steps
+// of many rows spend their time: whole_dot takes as long for what stands around its loop of 512
+// numbers as for the loop.
+DEJAVU_LOOP void whole_pair(const int8_t* const* w, const int8_t* const* next, const Digits* x,
+                            Size rows, Size width, float* out, Size row_stride) {
+  const Fetch<2, int8_t> fetch(w, next, width);
+  for (Size i = 0; i < width; i += kLine) fetch.at(i);
+  const int8_t *first = w[0], *second = w[1];
+  for (Size r = 0; r < rows; r += 4) {
+    const int16_t *a = x[r].whole, *b = x[r + 1].whole, *c = x[r + 2].whole, *d = x[r + 3].whole;
+    Int32s sum[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sum[i] = no_sum();
+    const auto add = [&](const int16_t* from, Int16s one, Int16s two, int at)
+                         __attribute__((always_inline)) {
+      Int16s input = load_whole(from);
+      settle_order(input);  // loaded once, or loads would be the limit
+      sum[at] = add_products(sum[at], one, input);
+      settle_order(sum[at]);
+      sum[at + 1] = add_products(sum[at + 1], two, input);
+      settle_order(sum[at + 1]);
+    };
+    for (Size i = 0; i < width; i += kLine)
+#pragma GCC unroll 8
+      for (Size k = i; k < i + kLine; k += Int16s::width) {
+        const Int16s one = widen(first + k), two = widen(second + k);
+        add(a + k, one, two, 0);
+        add(b + k, one, two, 2);
+        add(c + k, one, two, 4);
+        add(d + k, one, two, 6);
+      }
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      const double even = x[r + i].steps[0], odd = x[r + i + 1].steps[0];
+      float totals[4];
+      store_totals(sum + 2 * i, {even, even, odd, odd}, totals);
+      std::memcpy(out + (r + i) * row_stride, totals, 2 * sizeof(float));
+      std::memcpy(out + (r + i + 1) * row_stride, totals + 2, 2 * sizeof(float));
+    }
+  }
+}
+
 // J stored rows with all batch rows, up to four of them at a time.
 template <int J>
 inline void whole_rows(const int8_t* const* w, const int8_t* const* next, const Digits* x,
                        Size rows, Size width, float* out, Size row_stride) {
   Size r = 0;
+  if (J == 2 && rows >= 4 && width <= kWholeBlock && width % kLine == 0) {
+    r = rows / 4 * 4;
+    whole_pair(w, next, x, r, width, out, row_stride);
+  }
   for (; r + 4 <= rows; r += 4)
     whole_dot<4, J>(w, next, x + r, width, out + r * row_stride, row_stride);
   for (; r + 2 <= rows; r += 2)
