@@ -135,6 +135,36 @@ def test_a_replica_that_dies_takes_its_own_answers_only(
     assert used == names, "both answer again"
 
 
+def test_a_long_queue_brings_another_replica(expected: Callable[..., str]) -> None:
+    server = Server(
+        NAME, "--plan", NAME, "--threads", 1, "--ray", "--replicas", 1, "--max-replicas", 2,
+        "--target-ongoing", 1,
+    ).ready()  # fmt: skip
+    try:
+        assert len(replicas(server)) == 1
+        enough = threading.Event()
+        answers: list[Answer] = []
+
+        def keep_asking() -> None:
+            while not enough.is_set():
+                answers.append(ask(server, "Once"))
+
+        with ThreadPoolExecutor(6) as pool:
+            asking = [pool.submit(keep_asking) for _ in range(6)]
+            try:
+                until(lambda: len(replicas(server)) == 2, 90)
+                two = {one["name"] for one in replicas(server)}
+                until(lambda: {answer.replica for answer in answers} >= two, 60)
+            finally:
+                enough.set()
+            for one in asking:
+                one.result()
+        said = expected("Once", max_tokens=300, ignore_eos=True)
+        assert all(answer.done and answer.text == said for answer in answers)
+    finally:
+        server.stop()
+
+
 def test_a_batch_goes_on_where_another_kind_of_run_stopped(chatty: Path, tmp_path: Path) -> None:
     def entry(place: int, **body: Any) -> str:
         asked = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -126,3 +127,32 @@ def test_cancelled_jobs_free_their_rows_before_the_next_step() -> None:
 
     assert run(served, scene) < 49, "it did not run to its end"
     assert served.engine.free_blocks == served.engine.cache_blocks
+
+
+def test_tokens_of_a_fast_stream_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones are told at once, the rest together: by the time, the end, or a new prompt."""
+    monkeypatch.setattr("dejavu.serve.worker._HOLD", 60.0)
+    served, model = serve(lambda ids: [1] * 60)
+    model.before = lambda: time.sleep(0.002)
+
+    async def pieces(job: Job) -> list[list[Chunk]]:
+        found: list[list[Chunk]] = []
+        while not found or found[-1][-1].completion is None:
+            found.append([cast(Chunk, event) for _, event in await job.mail.take()])
+        return found
+
+    async def scene(worker: Worker) -> Any:
+        (alone,) = jobs(served, [5], tokens=40)
+        worker.submit([alone])
+        first = await pieces(alone)
+        (stream,), (other,) = jobs(served, [6], tokens=60), jobs(served, [7], tokens=2)
+        worker.submit([stream])
+        begun = await stream.mail.take()
+        worker.submit([other])
+        await pieces(other)
+        return first, begun, await pieces(stream)
+
+    first, begun, rest = run(served, scene)
+    assert [len(piece) for piece in first] == [2, 38], "a step brings the first two"
+    assert len(begun) + sum(map(len, rest)) == 60
+    assert len(rest) >= 2, "what was held went out before the other's prompt"

@@ -78,7 +78,8 @@ def deploy(settings: Settings, log_level: str) -> ServeReplicas:
     """Start the replicas and wait until they are up."""
     most = settings.max_replicas or settings.replicas
     threads = replica_threads(settings)
-    settings = settings.model_copy(update={"threads": threads})
+    # The front asks for the key; who need not know it does not.
+    settings = settings.model_copy(update={"threads": threads, "api_key": None})
     room = settings.max_batch + settings.max_queue
     deployment = serve.deployment(
         Replica,

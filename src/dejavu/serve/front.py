@@ -121,6 +121,8 @@ class Front:
             elif end.done():
                 end.result()
         except Exception as error:
+            relaying.cancel()  # before the last words, or the replica's might come after them
+            await asyncio.gather(relaying, return_exceptions=True)
             told = errors.of(self._told(error))
             if kind is None:
                 await error_response(told)(scope, receive, send)

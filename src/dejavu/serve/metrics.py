@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -28,6 +29,19 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 _ROWS = (1, 2, 4, 6, 8, 12, 16)
 
 
+@dataclass(frozen=True)
+class _OfModel:
+    """What has a model's label, looked up once: the engine's thread counts every token."""
+
+    first: Histogram
+    between: Histogram
+    queue: Histogram
+    batch: Histogram
+    prompt: Counter
+    completion: Counter
+    dropped: Counter
+
+
 class Metrics:
     """Counts and times; labels are names of models, levels and routes only."""
 
@@ -45,6 +59,7 @@ class Metrics:
         def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
             return Counter(f"dejavu_{name}", text, labels, registry=self.registry)
 
+        self._models: dict[str, _OfModel] = {}
         self._first = histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
         )
@@ -60,25 +75,41 @@ class Metrics:
     def started(self, job: Job) -> None:
         """A job got its row."""
         assert job.started is not None
-        self._queue.labels(job.served.name).observe(job.started - job.submitted)
-        self._tokens.labels(job.served.name, "prompt").inc(len(job.prompt))
+        model = self._of(job.served.name)
+        model.queue.observe(job.started - job.submitted)
+        model.prompt.inc(len(job.prompt))
 
     def token(self, job: Job, now: float) -> None:
         """A token of a job, beside the time of the one before, which the job still holds."""
-        self._tokens.labels(job.served.name, "completion").inc()
+        model = self._of(job.served.name)
+        model.completion.inc()
         if job.latest is None:
-            self._first.labels(job.served.name).observe(now - job.submitted)
+            model.first.observe(now - job.submitted)
         else:
-            self._between.labels(job.served.name).observe(now - job.latest)
+            model.between.observe(now - job.latest)
 
     def step(self, served: ServedModel, rows: int) -> None:
         """A step of a model's engine that brought so many answers on."""
         if rows:
-            self._batch.labels(served.name).observe(rows)
+            self._of(served.name).batch.observe(rows)
 
     def dropped(self, model: str) -> None:
         """A client left."""
-        self._dropped.labels(model).inc()
+        self._of(model).dropped.inc()
+
+    def _of(self, name: str) -> _OfModel:
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = _OfModel(
+                first=self._first.labels(name),
+                between=self._between.labels(name),
+                queue=self._queue.labels(name),
+                batch=self._batch.labels(name),
+                prompt=self._tokens.labels(name, "prompt"),
+                completion=self._tokens.labels(name, "completion"),
+                dropped=self._dropped.labels(name),
+            )
+        return found
 
     def response(self, route: str, status: int) -> None:
         """An HTTP response begins."""

@@ -16,6 +16,7 @@ from dejavu.serve.app import build_app
 from dejavu.serve.logs import log_to_stderr
 from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.models import serve_models
+from dejavu.serve.process import settle
 from dejavu.serve.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -43,6 +44,7 @@ class Replica:
         app = build_app(settings, serve_models(settings), guarded=False)
         self._app, self._hub = app, app.state.hub
         self._name = uuid4().hex[:8]
+        settle()
         self._hub.worker.start(asyncio.get_running_loop())
 
     async def answer(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import resource
 import socket
-import sys
 from typing import Protocol
 
 import uvicorn
@@ -17,11 +15,11 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.serve.app import build_app
 from dejavu.serve.errors import ApiError
 from dejavu.serve.models import serve_models
+from dejavu.serve.process import settle
 from dejavu.serve.settings import Settings
 
 log = logging.getLogger("dejavu.serve")
 _BACKLOG = 2048  # connections that may wait to be taken up
-_TURN = 0.5e-3  # seconds after which a thread that waits for Python gets it
 
 
 class Working(Protocol):
@@ -73,14 +71,8 @@ def run(settings: Settings) -> None:
     listener = listen(settings)
     try:
         allow_many_connections()
-        # The engine's thread comes back to Python once a step, every few milliseconds; it must not
-        # wait a standard 5 ms there while the event loop writes answers.
-        sys.setswitchinterval(_TURN)
-        served = serve_models(settings)
-        app = build_app(settings, served)
-        # What is there now stays to the end: no collection has to look at it again.
-        gc.collect()
-        gc.freeze()
+        app = build_app(settings, serve_models(settings))
+        settle()
         serve_on(listener, app, app.state.hub.worker, settings)
     finally:
         listener.close()
