@@ -49,10 +49,10 @@ from dejavu.weights.files import atomic_write
 from dejavu.weights.tokenizer import load_tokenizer
 
 MODEL, WINDOW, RANK = "relu-30m", 512, 128
-MEASURED = 3  # windows that the two-pass experiment reads
-DENSITIES = (0.5, 0.2, 0.1, 0.05)
-TRAINED, HELD, JUDGED = 32_768, 8_192, 8_192  # tokens
-AMOUNTS = (2_048, 8_192, 32_768)
+MEASURED = 2  # windows that the two-pass experiment reads
+DENSITIES = (0.5, 0.2, 0.1)
+TRAINED, HELD, JUDGED = 16_384, 4_096, 8_192  # tokens
+AMOUNTS = (1_024, 4_096, 16_384)
 DISTANCES = (0.0, 0.5, 1.0)
 DENSITY = 0.14  # of the neurons, at which predictors are compared: about that of `balanced`
 DRIFT_TOKENS = 4_096

@@ -1,6 +1,6 @@
 """The dense model in lm-evaluation-harness, by dejavu and by transformers, on the same items.
 
-Usage: python recipes/harness_check.py MODEL EVALUATION_FOLDER RESULT.json [ITEMS] [SHOTS]
+Usage: python recipes/harness_check.py MODEL EVALUATION_FOLDER RESULT.json [ITEMS] [TASKS]
 
 MODEL: a folder that transformers reads as well. Both run in fp32 through the harness's own
 `simple_evaluate`, `--model dejavu` and `--model hf`; every log-likelihood is compared, and every
@@ -27,15 +27,12 @@ QUESTIONS = [name for name, task in TASKS.items() if task.kind != "text"]
 MODELS = {"dejavu": "dtype=fp32", "hf": "dtype=float32"}
 
 
-def evaluated(
-    model: str, source: str, tasks: list[str], data: str, items: int, shots: int
-) -> dict[str, Any]:
+def evaluated(model: str, source: str, tasks: list[str], data: str, items: int) -> dict[str, Any]:
     """The harness's answer, samples included."""
     found: dict[str, Any] = simple_evaluate(
         model=model,
         model_args=f"pretrained={source},{MODELS[model]}",
         tasks=tasks,
-        num_fewshot=shots,
         limit=items,
         batch_size=1,
         device="cpu",
@@ -74,16 +71,15 @@ def main() -> None:
     """Run both, compare, write."""
     source, data, result = sys.argv[1:4]
     items = int(sys.argv[4]) if sys.argv[4:] else 25
-    shots = int(sys.argv[5]) if sys.argv[5:] else 0
-    tasks = [f"dejavu_{name}" for name in QUESTIONS]
-    ours, theirs = (evaluated(model, source, tasks, data, items, shots) for model in MODELS)
+    names = sys.argv[5].split(",") if sys.argv[5:] else QUESTIONS
+    tasks = [f"dejavu_{name}" for name in names]
+    ours, theirs = (evaluated(model, source, tasks, data, items) for model in MODELS)
     found = [compared(ours, theirs, task) for task in tasks]
     for entry in found:
         print(entry, flush=True)
     content = {
         "model": Path(source).name,
         "registered_by": dejavu.eval.harness.__name__,
-        "shots": shots,
         "origin": vars(origin()),
         "tasks": found,
     }
