@@ -247,26 +247,29 @@ def beside_prompts(url: str, sparsity: str, prompts: int = 6) -> dict[str, float
 
 
 def soak(url: str, process: int, minutes: float) -> dict[str, Any]:
-    """Load for so long; memory after the first minute and at the end."""
-    end = time.monotonic() + 60 * minutes
-    warm, rounds, answers = 0, 0, 0
-    while time.monotonic() < end:
+    """Load for so long; memory after every round of 200 answers, and of that what it was when the
+    first minute was over."""
+    began = time.monotonic()
+    answers = 0
+    memory: list[tuple[float, int]] = []  # seconds since the start, bytes
+    while time.monotonic() < began + 60 * minutes:
         for sparsity in ARMS:
-            wanted = asks(100, sparsity, rounds)
+            wanted = asks(100, sparsity, len(memory))
             _, found = uvloop.run(over_connections(url, wanted, CONNECTIONS, leave=True))
             for ask, one in zip(wanted, found, strict=True):
                 tokens = ask.leaves_after or ask.max_tokens
                 if not one.text or len(one.times) != tokens:
                     raise SystemExit(f"{len(one.times)} of {tokens} tokens came to {ask}")
             answers += len(found)
-        rounds += 1
-        warm = warm or resident(process)
+        memory.append((round(time.monotonic() - began, 1), resident(process)))
+    warm = next((size for seconds, size in memory if seconds >= 60), memory[-1][1])
     return {
         "minutes": minutes,
-        "rounds": rounds,
+        "rounds": len(memory),
         "answers": answers,
         "warm_bytes": warm,
-        "end_bytes": resident(process),
+        "end_bytes": memory[-1][1],
+        "seconds_and_bytes": memory,
     }
 
 

@@ -157,7 +157,9 @@ def test_a_page_from_elsewhere_gets_no_answer(server: Server, small: Server) -> 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[]", b'"x"', b'{"model": "\xff\xfe"}', b"[" * 100_000, b"\x00" * 50,
+    [b"", b"{", b"null", b"[]", b'"x"', b'{"model": "\xff\xfe"}',
+     b'{"model": "relu-30m", "prompt": "\xc3\x28"}',
+     b'{"model": "relu-30m", "prompt": "half \\ud800 a pair"}', b"[" * 100_000, b"\x00" * 50,
      b'{"model": "relu-30m", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
      b'{"model": "relu-30m", "prompt": "a", "temperature": NaN}'],
     ids=lambda c: repr(c[:20]),

@@ -27,9 +27,10 @@ from dejavu.serve.models import ServedModel
 log = logging.getLogger("dejavu.serve")
 Event = Chunk | DejavuError
 
-# Seconds for which a token may wait for the next one. To wake the event loop up costs it 0.2 ms and
-# takes a core from the step that runs: a seventh of a stream of one token a millisecond.
-_HOLD = 4e-3
+# Seconds for which a token may wait for the next ones: half the time of a picture on a screen. To
+# wake the event loop up costs it 0.2 ms and takes a core from the step that runs: a seventh of a
+# stream of one token a millisecond.
+_HOLD = 8e-3
 
 
 @dataclass(eq=False)
