@@ -54,7 +54,6 @@ DEJAVU_LOOP void add_panel(const Quad* panel, Size quads, const int16_t* q, Size
 void Coefficients::columns(const Matrix& weight, Size first, Size last, const float* bias,
                            const float* residual, float* out) const {
   constexpr Size kSteps = kLine / kSumColumns;
-  const int8_t* data = (const int8_t*)weight.data;
   const Size width = weight.columns, steps_here = (last - first + kSumColumns - 1) / kSumColumns;
   alignas(64) Quad panel[kSteps][kPassRows / kSumRows];
   alignas(64) int32_t acc[kSteps][kMaxRows * kSumColumns];
@@ -65,12 +64,10 @@ void Coefficients::columns(const Matrix& weight, Size first, Size last, const fl
     const Size count = counts[t];
     if (!count) continue;
     for (Size start = 0; start < count; start += kPassRows) {
-      const int8_t* w[2 * kPassRows];
+      const int8_t* const* w = stored + t * padded(tile) + start;
       const Size left = count - start, size = left < kPassRows ? left : kPassRows;
       const Size known = left < 2 * kPassRows ? left : 2 * kPassRows;
-      for (Size k = 0; k < known; ++k) w[k] = data + weight.start(listed[t * tile + start + k]);
       const Size passes = (size + kSumRows - 1) / kSumRows;
-      for (Size k = known; k < passes * kSumRows; ++k) w[k] = w[known - 1];
       // Into the second cache: lines that lie a power of two apart share few sets of the first.
       for (Size k = size; k < known; ++k) prefetch_near(w[k] + first);
       for (Size k = 0; k < passes; ++k)
@@ -93,7 +90,6 @@ void Coefficients::columns(const Matrix& weight, Size first, Size last, const fl
 
 void Coefficients::picked(const Matrix& weight, Size r, Size first, Size last, const float* bias,
                           const float* residual, float* out, float* scratch) const {
-  const int8_t* data = (const int8_t*)weight.data + first;
   const Size width = last - first, whole = padded(width);
   float* total = scratch;
   int32_t* acc = (int32_t*)(scratch + whole);
@@ -108,7 +104,7 @@ void Coefficients::picked(const Matrix& weight, Size r, Size first, Size last, c
       int16_t q[kPassRows + kSumRows];
       Size count = 0;
       for (Size k = 0; k < size; ++k) {
-        own[count] = data + weight.start(listed[t * tile + start + k]);
+        own[count] = stored[t * padded(tile) + start + k] + first;
         count += (q[count] = of(t, r)[start + k]) != 0;
       }
       const Size used_here = count;

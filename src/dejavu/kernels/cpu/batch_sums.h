@@ -14,29 +14,32 @@ namespace dejavu::DEJAVU_ISA {
 // What the second phase needs, in shared scratch.
 struct Coefficients {
   Size tiles, tile, rows;
-  int16_t* q;       // [tiles][rows][tile], 0 up to a whole pass
-  float* steps;     // [tiles][rows]
-  int32_t* listed;  // [tiles][tile]: numbers of stored rows
-  int32_t* counts;  // [tiles]: of them
-  int32_t* used;    // [tiles]: coefficients of all rows that are not 0
+  const int8_t** stored;  // [tiles][tile]: rows of the matrix, the last again up to a whole pass
+  int16_t* q;             // [tiles][rows][tile], 0 up to a whole pass
+  float* steps;           // [tiles][rows]
+  int32_t* counts;        // [tiles]: of stored rows
+  int32_t* used;          // [tiles]: coefficients of all rows that are not 0
 
   static Size floats(Size entries, Size tile, Size rows) {
     const Size tiles = tile_count(entries, tile);
-    return tiles * (rows * padded(tile) / 2 + padded(rows) + tile + 2);
+    return tiles * (2 * padded(tile) + rows * padded(tile) / 2 + padded(rows) + 2);
   }
   Coefficients(float* scratch, Size entries, Size tile, Size rows)
-      : tiles(tile_count(entries, tile)), tile(tile), rows(rows), q((int16_t*)scratch),
-        steps(scratch + tiles * rows * padded(tile) / 2),
-        listed((int32_t*)(steps + tiles * padded(rows))), counts(listed + tiles * tile),
-        used(counts + tiles) {}
+      : tiles(tile_count(entries, tile)), tile(tile), rows(rows),
+        stored((const int8_t**)scratch), q((int16_t*)(stored + tiles * padded(tile))),
+        steps((float*)(q + tiles * rows * padded(tile))),
+        counts((int32_t*)(steps + tiles * padded(rows))), used(counts + tiles) {}
 
   const int16_t* of(Size t, Size r) const { return q + (t * rows + r) * padded(tile); }
   float step(Size t, Size r) const { return steps[t * padded(rows) + r]; }
 
-  // Tile t: coefficients[r * tile + k] of stored row numbers[k], which carry its scale.
-  void put(Size t, const int32_t* numbers, Size count, const float* coefficients) const {
+  // Tile t: coefficients[r * tile + k], with its scale, of row listed[k] of the matrix.
+  void put(const Matrix& weight, Size t, const int32_t* listed, Size count,
+           const float* coefficients) const {
     counts[t] = (int32_t)count;
-    std::memcpy(listed + t * tile, numbers, (size_t)count * sizeof(int32_t));
+    const int8_t** at = stored + t * padded(tile);
+    for (Size k = 0; k < count; ++k) at[k] = (const int8_t*)weight.data + weight.start(listed[k]);
+    for (Size k = count; k % kSumRows; ++k) at[k] = at[count - 1];
     int32_t total = 0;
     for (Size r = 0; r < rows; ++r) {
       const Steps how = steps_of(coefficients + r * tile, count, tile);

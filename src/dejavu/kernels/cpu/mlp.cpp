@@ -31,16 +31,17 @@ inline bool closes(Activation activation) {
 
 constexpr Size kDropped = 128;  // entries looked at in one go
 
-// Whether sums of stored rows of this matrix leave whole coefficients, not partial sums: from so
-// many batch rows on that is faster.
-bool in_batch(const Matrix& weight, Size rows) {
-  return weight.dtype == Dtype::int8 && rows >= 4;
+// Whether sums of stored rows leave whole coefficients, not partial sums: from so many batch rows on
+// that is faster, sooner where partial sums are many or most coefficients 0.
+bool in_batch(const Matrix& weight, Size tile, Size rows, const Selection* selection) {
+  return weight.dtype == Dtype::int8 && rows >= (selection || tile <= 64 ? 4 : 8);
 }
 
 // Of the first phase, and what each thread needs for the second.
-Scratch sums_scratch(const Matrix& weight, Size tile, Size rows) {
-  if (in_batch(weight, rows))
-    return {Coefficients::floats(weight.rows, tile, rows), Coefficients::local_floats(weight.columns)};
+Scratch sums_scratch(const Matrix& weight, Size tile, Size rows, const Selection* selection) {
+  if (in_batch(weight, tile, rows, selection))
+    return {Coefficients::floats(weight.rows, tile, rows),
+            Coefficients::local_floats(weight.columns)};
   return {Partials::floats(tile_count(weight.rows, tile), rows, weight.columns), 0};
 }
 
@@ -70,7 +71,7 @@ Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size ro
 }  // namespace
 
 Scratch scratch_combine(const CombineArgs& a) {
-  const Scratch sums = sums_scratch(*a.weight, a.tile, a.rows);
+  const Scratch sums = sums_scratch(*a.weight, a.tile, a.rows, a.selection);
   const Size local = a.tile * (a.rows + 1);
   return {sums.shared, local > sums.local ? local : sums.local};
 }
@@ -78,7 +79,7 @@ Scratch scratch_combine(const CombineArgs& a) {
 void run_combine(const CombineArgs& a, Worker& worker) {
   const Matrix& weight = *a.weight;
   const Size channels = weight.rows, tiles = tile_count(channels, a.tile);
-  const bool batch = in_batch(weight, a.rows);
+  const bool batch = in_batch(weight, a.tile, a.rows, a.selection);
   const Coefficients whole(worker.shared, channels, a.tile, a.rows);
   const Partials partials(worker.shared, tiles, a.rows, weight.columns);
   const Size block = a.selection ? channels / a.selection->entries : 1;
@@ -93,7 +94,7 @@ void run_combine(const CombineArgs& a, Worker& worker) {
     const bool skip = a.selection != nullptr;
     if (skip) count = drop_zeros(listed, coefficients, count, a.tile, a.rows);
     if (batch)
-      whole.put(t, listed, count, coefficients);
+      whole.put(weight, t, listed, count, coefficients);
     else
       partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
   });
@@ -102,14 +103,14 @@ void run_combine(const CombineArgs& a, Worker& worker) {
 }
 
 Scratch scratch_mlp(const MlpArgs& a) {
-  const Scratch sums = sums_scratch(*a.down, a.tile, a.rows);
+  const Scratch sums = sums_scratch(*a.down, a.tile, a.rows, a.selection);
   const Size local = a.tile * (2 * a.rows + 1) + Inputs::floats(a.rows, a.up->columns);
   return {sums.shared, local > sums.local ? local : sums.local};
 }
 
 void run_mlp(const MlpArgs& a, Worker& worker) {
   const Size neurons = a.down->rows, tiles = tile_count(neurons, a.tile);
-  const bool batch = in_batch(*a.down, a.rows);
+  const bool batch = in_batch(*a.down, a.tile, a.rows, a.selection);
   const Coefficients whole(worker.shared, neurons, a.tile, a.rows);
   const Partials partials(worker.shared, tiles, a.rows, a.down->columns);
   const Use use = use_of(a.selection, 1);
@@ -144,7 +145,7 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
       for (Size r = 0; r < a.rows; ++r)
         for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= a.down->scale[listed[k]];
     if (batch)
-      whole.put(t, listed, count, active);
+      whole.put(*a.down, t, listed, count, active);
     else
       partials.fill(t, *a.down, listed, count, active, a.tile, skip);
   });

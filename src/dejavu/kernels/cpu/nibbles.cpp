@@ -42,40 +42,65 @@ Whole whole_of(const float* x, Size width, int8_t* q) {
   return {q, sum, peak.finite ? peak.magnitude / 127.0f : __builtin_nanf("")};
 }
 
-// out[i] = sum over columns of (2 nibble - 15) * q, of the 8 rows of a block.
-DEJAVU_LOOP void block_dots(const uint8_t* lines, Size count, const Whole& x, int32_t* out) {
+// out[r][i] = sum over columns of (2 nibble - 15) * q, of the 8 rows of a block and R batch rows: a
+// line is unpacked once for all of them.
+template <int R>
+DEJAVU_LOOP void block_dots(const uint8_t* lines, Size count, const Whole* x,
+                            int32_t (*out)[kBlock]) {
 #if defined(__AVX2__)
   const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
-  const auto four = [&](Size at) __attribute__((always_inline)) {
+  const auto four = [](const int8_t* at) __attribute__((always_inline)) {
     int32_t value;
-    std::memcpy(&value, x.q + at, 4);
+    std::memcpy(&value, at, 4);
     return _mm256_set1_epi32(value);
   };
-  __m256i total = _mm256_setzero_si256();
+  __m256i total[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) total[r] = _mm256_setzero_si256();
   for (Size start = 0; start < count; start += kRun) {
     const Size end = start + kRun < count ? start + kRun : count;
-    __m256i part = _mm256_setzero_si256();
+    __m256i part[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) part[r] = _mm256_setzero_si256();
     for (Size line = start; line < end; ++line) {
       const __m256i w = _mm256_loadu_si256((const __m256i*)(lines + line * kLineBytes));
       const __m256i first = _mm256_and_si256(w, low);
       const __m256i second = _mm256_and_si256(_mm256_srli_epi16(w, 4), low);
-      part = _mm256_add_epi16(part, _mm256_maddubs_epi16(first, four(line * kBlock)));
-      part = _mm256_add_epi16(part, _mm256_maddubs_epi16(second, four(line * kBlock + 4)));
-    }
-    total = _mm256_add_epi32(total, _mm256_madd_epi16(part, one));
-  }
-  total = _mm256_sub_epi32(_mm256_slli_epi32(total, 1), _mm256_set1_epi32(15 * x.sum));
-  _mm256_storeu_si256((__m256i*)out, total);
-#else
-  for (Size i = 0; i < kBlock; ++i) out[i] = -15 * x.sum;
-  for (Size line = 0; line < count; ++line)
-    for (Size i = 0; i < kBlock; ++i)
-      for (Size c = 0; c < 4; ++c) {
-        const int pair = lines[line * kLineBytes + 4 * i + c];
-        out[i] += 2 * ((pair & 15) * x.q[line * kBlock + c] +
-                       (pair >> 4) * x.q[line * kBlock + 4 + c]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const int8_t* q = x[r].q + line * kBlock;
+        part[r] = _mm256_add_epi16(part[r], _mm256_maddubs_epi16(first, four(q)));
+        part[r] = _mm256_add_epi16(part[r], _mm256_maddubs_epi16(second, four(q + 4)));
       }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(part[r], one));
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    _mm256_storeu_si256((__m256i*)out[r], _mm256_sub_epi32(_mm256_slli_epi32(total[r], 1),
+                                                           _mm256_set1_epi32(15 * x[r].sum)));
+#else
+  for (int r = 0; r < R; ++r) {
+    for (Size i = 0; i < kBlock; ++i) out[r][i] = -15 * x[r].sum;
+    for (Size line = 0; line < count; ++line)
+      for (Size i = 0; i < kBlock; ++i)
+        for (Size c = 0; c < 4; ++c) {
+          const int pair = lines[line * kLineBytes + 4 * i + c];
+          out[r][i] += 2 * ((pair & 15) * x[r].q[line * kBlock + c] +
+                            (pair >> 4) * x[r].q[line * kBlock + 4 + c]);
+        }
+  }
 #endif
+}
+
+// The same for all batch rows.
+inline void all_dots(const uint8_t* lines, Size count, const Whole* x, Size rows,
+                     int32_t (*out)[kBlock]) {
+  Size r = 0;
+  for (; r + 4 <= rows; r += 4) block_dots<4>(lines, count, x + r, out + r);
+  for (; r < rows; ++r) block_dots<1>(lines, count, x + r, out + r);
 }
 
 // Which of 8 sums times the unit lie above their limits, one bit each.
@@ -93,6 +118,20 @@ unsigned above(const int32_t* sums, float unit, const float* limits, Size count)
   return bits;
 }
 
+// mask[i] = bit i.
+inline void spread(unsigned bits, Size count, uint8_t* mask) {
+#if defined(__AVX2__)
+  if (count == kBlock) {
+    // Bit i alone in byte i; adding 127 takes whatever is there to the byte's highest bit.
+    const uint64_t apart = bits * 0x0101010101010101ull & 0x8040201008040201ull;
+    const uint64_t bytes = (apart + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
+    std::memcpy(mask, &bytes, sizeof(bytes));
+    return;
+  }
+#endif
+  for (Size i = 0; i < count; ++i) mask[i] = bits >> i & 1;
+}
+
 }  // namespace
 
 Scratch scratch_select_nibbles(const SelectNibblesArgs& a) {
@@ -108,12 +147,11 @@ void run_select_nibbles(const SelectNibblesArgs& a, Worker& worker) {
     x[r] = whole_of(a.x + r * a.width, a.width, q + r * wide * kBlock);
   worker.share(narrow, [&](Size block) {
     const Size first = block * kBlock;
-    for (Size r = 0; r < a.rows; ++r) {
-      int32_t found[kBlock];
-      block_dots(a.first + block * wide * kLineBytes, wide, x[r], found);
+    int32_t found[kMaxRows][kBlock];
+    all_dots(a.first + block * wide * kLineBytes, wide, x, a.rows, found);
+    for (Size r = 0; r < a.rows; ++r)
       for (Size i = 0; i < kBlock && first + i < a.rank; ++i)
-        worker.shared[r * stride + first + i] = (float)found[i] * a.scales[first + i];
-    }
+        worker.shared[r * stride + first + i] = (float)found[r][i] * a.scales[first + i];
   });
   q += a.rows * wide * kBlock;
   for (Size r = 0; r < a.rows; ++r) {
@@ -129,13 +167,12 @@ void run_select_nibbles(const SelectNibblesArgs& a, Worker& worker) {
     for (Size entry = begin; entry < end; entry += kBlock) {
       const Size size = end - entry < kBlock ? end - entry : kBlock;
       unsigned any = 0;
+      int32_t found[kMaxRows][kBlock];
+      all_dots(a.second + entry * narrow * kLineBytes / kBlock, narrow, hidden, a.rows, found);
       for (Size r = 0; r < a.rows; ++r) {
-        int32_t found[kBlock];
-        block_dots(a.second + entry * narrow * kLineBytes / kBlock, narrow, hidden[r], found);
-        const unsigned bits = above(found, hidden[r].unit, a.limits + entry, size);
+        const unsigned bits = above(found[r], hidden[r].unit, a.limits + entry, size);
         any |= bits;
-        for (Size i = 0; out.mask && i < size; ++i)
-          out.mask[r * out.entries + entry + i] = bits >> i & 1;
+        if (out.mask) spread(bits, size, out.mask + r * out.entries + entry);
       }
       for (; any; any &= any - 1) listed[count++] = (int32_t)(entry + __builtin_ctz(any));
     }
