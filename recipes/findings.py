@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -280,8 +281,8 @@ def main(arguments: Sequence[str]) -> None:
     corpus, evaluation, result, plots = (Path(a) for a in arguments[:4])
     seconds = float(arguments[4]) if arguments[4:] else math.inf
     pieces = Pieces(result.with_suffix(".work.json"), seconds)
-    with torch.inference_mode():
-        content = results(Study(corpus, evaluation, result.parent), pieces)
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        content = results(Study(corpus, evaluation, Path(scratch)), pieces)
     content |= {"origin": vars(origin()), "machine": this_machine().to_json()}
     with atomic_write(result) as aside:
         aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
