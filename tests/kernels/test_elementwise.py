@@ -106,3 +106,17 @@ def test_ids_and_positions_outside_their_table_are_refused(native_ops):
                 torch.ones(1, 1, 4), torch.tensor([bad]), torch.ones(11, 2), torch.ones(11, 2)
             )
     assert native_ops.embed(torch.tensor([1]), table).isfinite().all()  # the fault is forgotten
+
+
+@pytest.mark.parametrize("entries", [1, 300, 20000])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
+def test_pick_takes_the_lowest_of_equals_and_nothing_broken(triton_ops, entries, bad):
+    logits = torch.randn(3, entries, generator=torch.Generator().manual_seed(entries))
+    logits[0, 0] = logits[0, -1] = 9.0
+    logits[2] = -1e30
+    if bad is not None:
+        logits[1, entries // 2] = bad
+    picked = torch.full((3,), 7)
+    triton_ops().pick(logits, picked)
+    second = int(logits[1].argmax()) if bad is None else -1
+    assert picked.tolist() == [0, second, 0]

@@ -11,7 +11,7 @@ graph of a later step: there is one for each set of layers that are computed who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,6 +39,16 @@ _NOT_FINITE = -1  # in place of the id of a row whose logits are not
 Replay = Callable[[], Tensor]
 Capture = Callable[[Replay], Replay]
 """From a forward to what repeats it: reads the same inputs, returns logits fp32 `[bucket, V]`."""
+
+
+@runtime_checkable
+class Picking(Protocol):
+    """Ops with a kernel for the end of a step."""
+
+    def pick(self, logits: Tensor, out: Tensor) -> None:
+        """out int64 `[N]` = each row's likeliest id of fp32 `[N, V]`; `_NOT_FINITE` where one of
+        its logits is not."""
+        ...
 
 
 class CudaGraphs:
@@ -299,6 +309,9 @@ class GraphStep:
         if self._whole is not None and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()
+        if isinstance(self._ops, Picking):
+            self._ops.pick(logits, self._picked[:rows])
+            return logits
         lowest, highest = logits.aminmax(dim=1)
         # Infinite or NaN where any logit is: one comparison tells.
         broken = (highest - lowest < torch.inf).logical_not_()

@@ -16,10 +16,10 @@ from dejavu.kernels.gpu.select import ride_select
 @triton.jit
 def _attend(
     q, k, v, keys, values, table, length, y, scale, window, kv_heads, head_dim, max_blocks,
-    indices, counts, mask, missing, slots, partial, arrived, row, head, split,
+    used, missing, slots, partial, arrived, row, head, split,
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, RING: tl.constexpr, COMPLETE: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, RING: tl.constexpr,
+    COMPLETE: tl.constexpr,
 ):  # fmt: skip
     """One split of one key/value head of a row; see `attention_kernel`."""
     g = tl.arange(0, QUERIES)
@@ -38,14 +38,6 @@ def _attend(
             tl.store(values + slot, new_value, mask=channel)
     spot = ((row * kv_heads + head) * GROUP + g[:, None]) * head_dim + c[None, :]
     real = (g[:, None] < GROUP) & channel[None, :]
-    if SELECTED:
-        if mask is None:
-            entry = tl.full([1], 0, tl.int32) + head
-            used = tl.max(is_listed(indices, counts, entry, entry >= 0, TILE).to(tl.int32), axis=0)
-        else:
-            used = tl.load(mask + row * kv_heads + head).to(tl.int32)
-    else:
-        used = 1
     if missing is not None:
         if split == 0:
             debt = missing + tl.load(slots + row) * kv_heads + head
@@ -152,7 +144,7 @@ def attention_kernel(
         if row > 0:
             rider = ((row - 1) * kv_heads + head) * SPLITS + split
         row = row * 0
-    if EARLY:  # no kernel of a step writes them
+    if EARLY:  # no kernel of a step writes lengths and tables, and the list is older
         length = tl.load(lengths + row)
         first_token = tl.maximum(length - window, 0)
         first_token += split * (length - first_token) // SPLITS
@@ -164,15 +156,24 @@ def attention_kernel(
             SPAN: tl.constexpr = DIM * keys.dtype.element_ty.primitive_bitwidth // 8
             prefetch(keys, near, head_dim, wanted, SPAN)
             prefetch(values, near, head_dim, wanted, SPAN)
-    wait(PDL)
-    if not EARLY:
+    else:
+        wait(PDL)
         length = tl.load(lengths + row)
+    if SELECTED:
+        if mask is None:
+            entry = tl.full([1], 0, tl.int32) + head
+            used = tl.max(is_listed(indices, counts, entry, entry >= 0, TILE).to(tl.int32), axis=0)
+        else:
+            used = tl.load(mask + row * kv_heads + head).to(tl.int32)
+    else:
+        used = 1
+    if EARLY:
+        wait(PDL)
     if rider < 0:
         _attend(
             q, k, v, keys, values, table, length, y, scale, window, kv_heads, head_dim, max_blocks,
-            indices, counts, mask, missing, slots, partial, arrived, row, head, split,
-            BLOCK_TOKENS, GROUP, QUERIES, DIM, TOKENS, STAGES, SPLITS, SELECTED, TILE, RING,
-            COMPLETE,
+            used, missing, slots, partial, arrived, row, head, split,
+            BLOCK_TOKENS, GROUP, QUERIES, DIM, TOKENS, STAGES, SPLITS, RING, COMPLETE,
         )  # fmt: skip
     if second is not None:
         if rider >= 0:

@@ -20,7 +20,8 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Projection, T
 from dejavu.kernels.selection import Selection
 
-_FIRST_BLOCK, _FIRST_WIDTH = 2, 1024  # stored rows of a program, elements at once
+_FIRST_BLOCK, _FIRST_WIDTH = 4, 1024  # stored rows of a program, elements at once
+_MOST_RANK = 128  # OPT-66B's second stages of rank 256 slow the attention that carries them
 _SECOND_WIDTH = 32
 
 
@@ -44,9 +45,9 @@ class Rider:
 
 
 class Riding(Launcher):
-    """fuse: whether work ahead rides along where it can."""
+    """fuse: whether work ahead rides along where it can; else all of it is a branch."""
 
-    fuse = False
+    fuse = True
 
     def __init__(self, device: str | torch.device, *arguments: Any, **options: Any) -> None:
         """As `Launcher`."""
@@ -62,8 +63,6 @@ class Riding(Launcher):
         try:
             result = work()
         except ApartError:
-            if self._rider is not None and self._rider.out is None:
-                self._rider = None
             self._collecting = False
             return super().ahead(work)
         finally:
@@ -80,7 +79,8 @@ class Riding(Launcher):
     def _collect_first(self, x: Tensor, projections: list[Projection]) -> list[Tensor]:
         one = projections[0]
         alone = len(projections) == 1 and one.bias is None and one.selection is None
-        if not alone or len(x) != 1 or one.weight.scale is None:
+        small = one.weight.rows <= _MOST_RANK and one.weight.scale is not None
+        if not alone or len(x) != 1 or not small:
             raise ApartError
         if self._rider is not None:
             self._collecting = False
@@ -93,8 +93,10 @@ class Riding(Launcher):
         self, hidden: Tensor, weight: Matrix, bias: Tensor, out: Selection | None
     ) -> Selection:
         rider = self._rider
-        if rider is None or hidden is not rider.hidden or out is None or weight.scale is None:
+        if rider is None or hidden is not rider.hidden:
             raise ApartError
+        assert out is not None
+        assert weight.scale is not None
         rider.second, rider.bias, rider.out = weight, bias, out
         return out
 

@@ -43,8 +43,8 @@ def prefetch(first, rows, stride, wanted, SPAN: tl.constexpr):
     """Ask for the first SPAN bytes of some stored rows, so that they lie in the last-level cache
     when the kernel before has ended.
 
-    first: pointer to row 0. rows: int64 `[R]`. stride: elements of a row. wanted: bool `[R]`. SPAN: a
-    power of two.
+    first: pointer to row 0. rows: int64 `[R]`. stride: elements of a row. wanted: bool `[R]`.
+    SPAN: a power of two.
     """
     LINE: tl.constexpr = 128  # bytes
     LINES: tl.constexpr = (SPAN + LINE - 1) // LINE

@@ -16,6 +16,7 @@ from dejavu.kernels.gpu.beside import Rider
 from dejavu.kernels.gpu.heads import HeadOps
 from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
 from dejavu.kernels.gpu.norm import norm_kernel
+from dejavu.kernels.gpu.pick import pick_kernel
 from dejavu.kernels.gpu.rows import first_kernel, project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
 from dejavu.kernels.gpu.sums import sum_rows_kernel
@@ -24,7 +25,7 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Activation, Projection
 from dejavu.kernels.selection import Selection
 
-FIRST = True
+_PICKED = 8192  # logits that a program looks at together
 _FIRST_ROWS = 512
 _TALLIED, _TALLIERS = 4096, 32  # bytes of a mask that a program counts at once; programs at most
 
@@ -108,8 +109,7 @@ class TritonOps(HeadOps):
             EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
         return self._sum_rows(
-            a, down, down_bias, None, residual, flat=flat, total=total, skip=listed,
-            guard=selection is not None,
+            a, down, down_bias, selection, residual, flat=flat, total=total, skip=listed,
         )  # fmt: skip
 
     def select(
@@ -150,6 +150,15 @@ class TritonOps(HeadOps):
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(dim=-1)
 
+    def pick(self, logits: Tensor, out: Tensor) -> None:
+        """out int64 `[N]` = `argmax` of logits fp32 `[N, V]`; -1 where one is not finite."""
+        logits = logits.contiguous()
+        rows, entries = logits.shape
+        self._launch(
+            pick_kernel, (rows,), logits, out, entries,
+            BLOCK=min(_PICKED, power_of_two(entries)), num_warps=16,
+        )  # fmt: skip
+
     def tally(
         self, selection: Selection, rows: int, counter: Tensor, *, live: Tensor | None = None
     ) -> None:
@@ -188,7 +197,7 @@ class TritonOps(HeadOps):
         outputs: Sequence[Tensor],
     ) -> None:
         total = sum(p.weight.rows for p in projections)
-        if FIRST and rows > 1 and len(projections) == 1 and self._is_first_stage(projections[0]):
+        if rows > 1 and len(projections) == 1 and self._is_first_stage(projections[0]):
             one, y = projections[0].weight, outputs[0]
             block = power_of_two(max(1, min(4, one.rows // 128)))
             padded = power_of_two(rows)
@@ -247,7 +256,6 @@ class TritonOps(HeadOps):
         flat: Tensor | None = None,
         total: Tensor | None = None,
         skip: bool = False,
-        guard: bool = False,
     ) -> Tensor:
         rows, width = x.shape
         columns = weight.columns
@@ -255,9 +263,9 @@ class TritonOps(HeadOps):
         if out.numel() == 0:
             return out
         kind = "flat" if flat is not None else "all" if selection is None else "tiles"
-        guard = guard or selection is not None
         tiles = 0 if selection is None else selection.indices.shape[0]
         entries = 1 if selection is None else selection.entries
+        indices, counts, mask = lists(selection)
         config = self.tuning.sums(rows, width, columns, weight.data.element_size(), kind)
         blocks = -(-columns // config.width)
         assert blocks <= ARRIVALS
@@ -267,9 +275,9 @@ class TritonOps(HeadOps):
             sum_rows_kernel, (blocks, config.shares + -(-ridden // blocks)),
             x, rows, width, weight.data, weight.scale, bias,
             None if residual is None else residual.contiguous(), out, columns,
-            flat, total, *lists(selection), tiles, entries,
+            flat, total, indices, counts, None if kind == "flat" else mask, tiles, entries,
             partial, self._arrived, config.shares, *second, **constants,
-            LIST=kind, SKIP=skip, GUARD=guard, CHANNELS=max(1, width // entries),
+            LIST=kind, SKIP=skip, GUARD=selection is not None, CHANNELS=max(1, width // entries),
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,

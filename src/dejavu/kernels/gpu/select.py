@@ -32,7 +32,7 @@ def select_tile(
     RANK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Lists of a tile what scores `weight . hidden + bias > 0` in some row; returns how many."""
+    """Lists of a tile what scores `weight . hidden + bias > 0` in some row."""
     entry = tile * TILE + tl.arange(0, TILE)
     valid = entry < entries
     n = tl.arange(0, ROWS)
@@ -64,7 +64,7 @@ def select_tile(
     if scale is not None:
         score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
     score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]
-    return _list(score > 0, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE)
+    _list(score > 0, entry, valid, n, rows, indices, counts, mask, entries, tile, TILE)
 
 
 @triton.jit
@@ -89,10 +89,24 @@ def ride_select(
     """A tile of one row's selection, beside another kernel's work; see `beside.py`. counter: as of
     `Ops.tally`, or None."""
     if tile * TILE < entries:
-        count = select_tile(
-            hidden, 1, weight, scale, bias, indices, counts, None, entries, tile,
-            RANK, TILE, 1, WIDTH, RANK % WIDTH == 0, 1,
-        )  # fmt: skip
+        entry = tile * TILE + tl.arange(0, TILE)
+        valid = entry < entries
+        row = entry.to(tl.int64)
+        sums = tl.zeros([TILE, WIDTH], tl.float32)
+        # Two loads at a time: with all at once registers would leave the kernel's own work too
+        # few programs on the chip.
+        for start in tl.range(0, RANK, 2 * WIDTH):
+            for half in tl.static_range(2):
+                k = start + half * WIDTH + tl.arange(0, WIDTH)
+                held = valid[:, None] & (k < RANK)[None, :]
+                part = tl.load(weight + row[:, None] * RANK + k[None, :], mask=held, other=0.0)
+                value = tl.load(hidden + k, mask=k < RANK, other=0.0)
+                sums += part.to(tl.float32) * value[None, :]
+        score = tl.sum(sums, axis=1)[:, None]
+        score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
+        score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]
+        n = tl.arange(0, 1)
+        count = _list(score > 0, entry, valid, n, 1, indices, counts, None, entries, tile, TILE)
         if counter is not None:
             count = count.to(tl.int64)
             tl.atomic_add(counter, count)

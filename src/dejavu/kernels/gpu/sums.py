@@ -130,10 +130,14 @@ def _sum_rows(
     """A share's sums of a block of columns, and of the last to arrive the result."""
     running = 0
     EARLIER: tl.constexpr = EARLY and ROWS == 1 and LIST != "flat" and TILES == 1
+    if LIST == "flat" and EARLY:
+        t = tl.arange(0, TILES)
+        total = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0)
     if not EARLIER:
         wait(PDL)
     if LIST == "flat":
-        total = tl.load(flat_total)
+        if not EARLY:
+            total = tl.load(flat_total)
     elif LIST == "tiles":
         if TILES == 1:
             total = tl.load(counts) * CHANNELS
