@@ -1,11 +1,13 @@
 """The comparison of flash with what else could be done: recorded selections, every arm, one run."""
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from dejavu.bench.flash import bench_flash
+from dejavu.bench.flash import bench_flash, true_sets
 from dejavu.bench.mapped import MappedNeurons
 from dejavu.bench.trace import Replayed, Trace, record_trace
 from dejavu.errors import DejavuError, InputError
@@ -140,6 +142,27 @@ def test_every_arm_agrees_and_reads_what_the_trace_says(packed, trace, look_ahea
     assert used == pytest.approx((trace.masks[:24].sum(dim=(0, 2)) / 24).tolist())
 
 
+def test_true_sets_are_all_that_is_wanted(tmp_path, recorded):
+    write_bundle(tmp_path / "b", ModelNeurons(recorded, name="small"))
+    bundle = open_bundle(tmp_path / "b")
+    matrices = placeholders(bundle)
+    store = FlashStore(bundle, 128, matrices)
+    windows = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(3)).tolist()
+    found = true_sets(recorded, outside_of(recorded, matrices), store, windows, warm=4, threads=1)
+    sets = [record_trace(recorded, ids, recorded.config, 12).masks for ids in windows]
+    assert found["density"] == pytest.approx(float(torch.stack(sets).float().mean()))
+    assert found["tokens"] == 16
+    # All neurons fit, so that each is fresh once; those of the first tokens are not counted.
+    early, late = sets[0][:4].any(0), sets[0][4:].any(0)
+    first = int((late & ~early).sum())
+    second = int((sets[1][4:].any(0) & ~(early | late | sets[1][:4].any(0))).sum())
+    assert first > 0
+    assert found["fresh"] == pytest.approx((first + second) / 8 / 2 / 128)
+    with pytest.raises(DejavuError, match="other logits"):
+        other = random_model(recorded.config, dtype="fp32", seed=9)
+        true_sets(other, outside_of(recorded, matrices), store, windows, warm=4, threads=1)
+
+
 def test_a_wrong_bit_in_an_arm_is_an_error(packed, trace):
     model, bundle = packed
     matrices = placeholders(bundle)
@@ -172,3 +195,16 @@ def test_a_mapping_keeps_no_more_than_its_limit(packed):
         assert kept.locked == 8192
         assert kept.after_dropping <= 8192 + 4096  # the last page is not a whole one
         del over
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error_and_closed(packed, monkeypatch):
+    _, bundle = packed
+    monkeypatch.setattr("mmap.mmap", _refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(DejavuError, match="cannot be mapped"):
+        MappedNeurons(bundle, 8192)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def _refuse(*arguments, **options):
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")

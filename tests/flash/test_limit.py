@@ -95,8 +95,23 @@ def test_a_bundle_beside_the_plan_is_found(bundle, tmp_path):
     (plan / "a.flash").write_bytes(b"something else")
     os.link(bundle, plan / "z.flash")
     assert find_bundle("relu-30m", plan) == plan / "z.flash"
+    damaged = plan / "b.flash"
+    damaged.write_bytes(bundle.read_bytes()[:-1])
+    assert find_bundle("relu-30m", plan) == plan / "z.flash"
+    (plan / "z.flash").unlink()
+    with pytest.raises(InputError, match=f"dejavu pack.*; {damaged}.*truncated"):
+        find_bundle("relu-30m", plan)
+    os.link(bundle, plan / "z.flash")
     with pytest.raises(InputError, match="in bf16"):
         find_bundle("relu-30m", plan, "bf16")
+
+
+def test_a_plan_on_the_hub_is_not_taken_for_a_folder(bundle, tmp_path, monkeypatch):
+    (tmp_path / "org").mkdir()
+    os.link(bundle, tmp_path / "org" / "other.flash")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="dejavu pack"):
+        find_bundle("relu-30m", "org/plan")
 
 
 @pytest.mark.parametrize("through", ["prefill", "decode"])

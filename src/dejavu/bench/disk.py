@@ -17,7 +17,14 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.compiled import extension
 from dejavu.weights.bundle import Bundle
 
-__all__ = ["DiskRate", "measure_disk", "measure_reader", "random_read_rate", "sequential_read_rate"]
+__all__ = [
+    "DiskRate",
+    "measure_disk",
+    "measure_random",
+    "measure_reader",
+    "random_read_rate",
+    "sequential_read_rate",
+]
 
 _SEQUENTIAL = 1 << 20  # bytes of a read
 _BATCH = 8  # reads that an io_uring starts together
@@ -84,17 +91,21 @@ def measure_disk(
 ) -> tuple[DiskRate, DiskRate]:
     """(random, sequential) of the disk that a bundled weights file is on, in that file; random
     reads of the size and alignment of its blocks."""
+    random = measure_random(bundle, depth=depth, seconds=seconds)
+    return random, sequential_read_rate(bundle.path, seconds=seconds)
+
+
+def measure_random(bundle: Bundle, *, depth: int = 32, seconds: float = 1.0) -> DiskRate:
+    """The first of `measure_disk`."""
     d = bundle.description
-    align = 4096 if d.block % 4096 == 0 else 512
-    random = random_read_rate(
+    return random_read_rate(
         bundle.path,
         d.block,
         depth=depth,
         seconds=seconds,
-        align=align,
+        align=4096 if d.block % 4096 == 0 else 512,
         span=(bundle.blocks.start, d.tail),
     )
-    return random, sequential_read_rate(bundle.path, seconds=seconds)
 
 
 def measure_reader(

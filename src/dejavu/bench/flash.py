@@ -12,16 +12,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dejavu.bench.disk import DiskRate, measure_disk, measure_reader
+from dejavu.bench.disk import DiskRate, measure_disk, measure_random, measure_reader
 from dejavu.bench.mapped import MappedNeurons
 from dejavu.bench.spread import Spread
-from dejavu.bench.trace import Replayed
+from dejavu.bench.trace import Replayed, record_trace
 from dejavu.errors import DejavuError
 from dejavu.flash.ops import FlashOps
 from dejavu.flash.store import FlashStore
@@ -32,8 +34,9 @@ from dejavu.kernels.selection import Selection
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import blocks_for
 from dejavu.sparsity.policy import Dense, Selector
+from dejavu.weights.bundle import Bundle
 
-__all__ = ["FlashArm", "NaiveOps", "bench_flash"]
+__all__ = ["FlashArm", "NaiveOps", "bench_flash", "true_sets"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def bench_flash(
     random, sequential = measure_disk(bundle, depth=limit, seconds=seconds)
     # A layer asks for its neurons at once and waits: on average fewer reads are outstanding.
     held, _ = measure_disk(bundle, depth=max(1, round(flash.depth or limit)), seconds=seconds)
+    beside, loaded = _beside(memory, selector(), bundle, ids, warm, threads, held.depth, seconds)
     reader = measure_reader(bundle, depth=limit, seconds=seconds)
     few = ids[: naive + 1]
     tell("read in full")
@@ -145,16 +149,79 @@ def bench_flash(
         "backend": store.reader.backend,
         "depth": store.reader.queue_depth,
         "device": [asdict(rate) for rate in (random, held, sequential)],
+        "device_beside_the_model": asdict(loaded),
         "reader": asdict(reader),
         "reader_over_device": reader.reads_per_second / random.reads_per_second,
         "same_bits": {"flash = memory": True, "read in full = mapped = dense in memory": True},
         "bound": _bound(in_memory, flash, held),
         "bound_at_the_most_outstanding": _bound(in_memory, flash, random),
+        "bound_beside_each_other": _bound(beside, flash, loaded),
         "times_as_fast_as": {
             "read in full": everything.ms_per_token / flash.ms_per_token,
             "all MLP bytes at the device's sequential rate": whole_ms / flash.ms_per_token,
             "mapped": mapped.ms_per_token / flash.ms_per_token,
         },
+    }
+
+
+def _beside(
+    model: DecoderLM,
+    selector: Selector,
+    bundle: Bundle,
+    ids: list[int],
+    warm: int,
+    threads: int | None,
+    depth: int,
+    seconds: float,
+) -> tuple[FlashArm, DiskRate]:
+    """The model in memory and the disk's random reads at the same time: what both come to when
+    neither waits for the other, but they share cores, memory and what carries the disk's data."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(measure_random, bundle, depth=depth, seconds=seconds)
+        arms = []
+        while not reading.done():
+            arms.append(
+                _replay("memory", model, selector, NativeOps(threads), ids, warm, stop=reading.done)
+            )
+    tokens = sum(len(arm.tokens) for arm in arms)
+    mean = sum(arm.ms_per_token * len(arm.tokens) for arm in arms) / tokens
+    return replace(arms[0], ms_per_token=mean), reading.result()
+
+
+def true_sets(
+    memory: DecoderLM,
+    outside: DecoderLM,
+    store: FlashStore,
+    windows: list[list[int]],
+    *,
+    warm: int = 256,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """What the cache makes of the neurons that are not zero on a text, all of them and no others.
+
+    The sets of each window of token ids are recorded in a dense run and replayed through the file
+    and through memory. Means over the tokens after the first `warm` of each window.
+
+    Raises DejavuError where both differ in a bit.
+    """
+    arms, density = [], 0.0
+    for ids in windows:
+        trace = record_trace(memory, ids, memory.config, len(ids))
+        density += trace.density / len(windows)
+        made = partial(Replayed, memory.config, trace, look_ahead=0.0)
+        flash = _counted(store, outside, made(), FlashOps(store, threads), ids, warm, "flash")
+        if flash.logits != _replay("memory", memory, made(), NativeOps(threads), ids, warm).logits:
+            raise DejavuError("true active sets give other logits from the file than from memory")
+        arms.append(flash)
+
+    def mean(field: str) -> float:
+        return sum(getattr(arm, field) for arm in arms) / len(arms)
+
+    return {
+        "tokens": sum(len(ids) - warm for ids in windows),
+        "density": density,
+        "same_bits": True,
+        **{field: mean(field) for field in ("fresh", "fresh_bytes", "read_bytes", "hit_rate")},
     }
 
 
@@ -226,6 +293,7 @@ def _mapped(model: DecoderLM, store: FlashStore, ids: list[int], threads: int | 
         )
         ops = NativeOps(threads)
         arm = _replay("mapped", over, Dense(), ops, ids, 1, between=mapped.drop)
+        mapped.drop()
         kept = mapped.residency()
     dropped = bundle.mlp_bytes - kept.locked
     notes = (
@@ -254,9 +322,11 @@ def _replay(
     *,
     start: Callable[[], None] = lambda: None,
     between: Callable[[], None] = lambda: None,
+    stop: Callable[[], bool] | None = None,
 ) -> FlashArm:
     """Time the tokens after the first `warm`, step by step. start: called before the first of them.
-    between: before each step, untimed."""
+    between: before each step, untimed. stop: whether to end early; those before `warm` are left
+    out then, as nobody looks at the logits."""
     cache = model.new_cache(len(ids))
     model.prepare(len(ids))
     blocks = torch.arange(blocks_for(len(ids)), dtype=torch.int32)[None]
@@ -273,6 +343,8 @@ def _replay(
         program = recorder.program
     seconds, tokens, digest = [], [], hashlib.sha256()
     for place, token in enumerate(ids):
+        if stop is not None and (place < warm or (seconds and stop())):
+            continue
         if place == warm:
             start()
         batch.ids[0], batch.positions[0], batch.lengths[0] = token, place, place + 1

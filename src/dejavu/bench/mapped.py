@@ -44,7 +44,7 @@ class MappedNeurons:
     limit: bytes of it that may stay in memory. matrices: by weight name, as `placeholders` names
     them. To be closed, after everything that reads the matrices is gone.
 
-    Raises DejavuError where so much memory cannot be locked.
+    Raises DejavuError where the file cannot be mapped or so much memory not be locked.
     """
 
     def __init__(self, bundle: Bundle, limit: int) -> None:
@@ -52,9 +52,16 @@ class MappedNeurons:
         self._file = os.open(bundle.path, os.O_RDONLY | os.O_CLOEXEC)
         self._start = description.offsets[0] // _PAGE * _PAGE
         size = description.tail - self._start
-        self._map = mmap.mmap(
-            self._file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=self._start
-        )
+        try:
+            self._map = mmap.mmap(
+                self._file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, offset=self._start
+            )
+        except OSError as error:
+            os.close(self._file)
+            raise DejavuError(
+                f"{bundle.path} cannot be mapped into memory: {error.strerror}; raise the limit on "
+                "address space (ulimit -v)"
+            ) from error
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._address = int(self._bytes.ctypes.data)
         self._size = size

@@ -124,8 +124,8 @@ def bench(
                 json_file,
             )
             return
-        if model is None or plan is None or bundle is None:
-            raise InputError("--memory-limit needs a --shape, or a MODEL, a --plan and a --bundle")
+        if model is None or plan is None:
+            raise InputError("--memory-limit needs a --shape, or a MODEL and a --plan")
         bench_flash(
             model,
             plan,

@@ -13,35 +13,38 @@ if TYPE_CHECKING:
 
 _WARM = 256  # tokens before the clock starts: until then the memory is still filling
 _LEAST_WARM = 8
+_WINDOWS = 2  # of text, whose true active sets are replayed
 
 
 def bench_flash(
     model: str,
     plan: str,
     level: str,
-    bundle: str,
+    bundle: str | None,
     memory_limit: str,
     dtype: str,
     threads: int | None,
     new_tokens: int,
     json_file: Path | None,
 ) -> None:
-    """Replay embedded held-out text in every arm and print what each cost.
+    """Replay embedded held-out text in every arm and print what each cost. bundle: default, the one
+    beside the plan.
 
     The limit sets how many neurons the flash arm keeps, as it would in `dejavu generate`; the other
     arms take what they need, in the same process.
     """
     from dejavu.bench.flash import bench_flash as measure
+    from dejavu.bench.flash import true_sets
     from dejavu.embedded import HELDOUT_TEXT, model_path
     from dejavu.engine.codec import Codec
     from dejavu.flash.memory import parse_size
-    from dejavu.flash.model import load_flash
+    from dejavu.flash.model import find_bundle, load_flash
     from dejavu.load import load_model
     from dejavu.predictor.plan import load_plan
     from dejavu.weights.tokenizer import load_tokenizer
 
     source = model_path(model)
-    flash = load_flash(source, bundle, dtype=dtype)
+    flash = load_flash(source, bundle or find_bundle(source, plan, dtype), dtype=dtype)
     loaded_plan = load_plan(plan)
     loaded_plan.selector(flash.loaded, level)  # in memory before the rest is shared out
     share = _share(memory_limit)
@@ -54,19 +57,25 @@ def bench_flash(
     warm, wanted = _lengths(new_tokens, context)
     codec = Codec(load_tokenizer(flash.loaded.checkpoint))
     text = HELDOUT_TEXT.read_text(encoding="utf-8")
-    ids = codec.encode(text[: 16 * wanted])[:wanted]
+    words = codec.encode(text[: 16 * _WINDOWS * wanted])
+    windows = [words[i * wanted : (i + 1) * wanted] for i in range(_WINDOWS)]
     whole = load_model(source, dtype=dtype)
     result = measure(
         whole.model,
         flash.loaded.model,
         store,
         lambda: loaded_plan.selector(whole, level),
-        ids,
+        windows[0],
         warm=warm,
         threads=threads,
         tell=_tell,
     )
     result |= {"model": model, "plan": plan, "level": level}
+    if whole.model.activation.is_sparse:
+        _tell("true active sets")
+        result["true_active_sets"] = true_sets(
+            whole.model, flash.loaded.model, store, windows, warm=warm, threads=threads
+        )
     _report(result, memory_limit, threads, json_file)
 
 
@@ -262,6 +271,11 @@ def _print(result: dict[str, Any], line: Callable[[str], None]) -> None:
             f"MB ({arm['fresh']:.2%} of the MLPs)  hits {arm['hit_rate']:.1%}"
             + (f"  {rate:.3f} GB/s" if rate else "")
         )
+    if (true := result.get("true_active_sets")) is not None:
+        line(
+            f"{'true sets':>15}  {true['density']:.1%} of the neurons, {true['fresh']:.2%} of the "
+            f"MLPs' bytes fresh, hits {true['hit_rate']:.1%}, {true['tokens']} tokens"
+        )
     for rate in result["device"]:
         line(
             f"   the disk: {rate['gigabytes_per_second']:.3f} GB/s in reads of {rate['size']} "
@@ -269,6 +283,7 @@ def _print(result: dict[str, Any], line: Callable[[str], None]) -> None:
         )
     line(f"   the reader: {result['reader_over_device']:.0%} of the disk's random reads")
     line(
-        f"   flash: {result['bound']['flash_over_larger']:.2f} x the larger of memory and reading; "
+        f"   flash: {result['bound']['flash_over_larger']:.2f} x the larger of memory and reading "
+        f"({result['bound_beside_each_other']['flash_over_larger']:.2f} with both at once); "
         + ", ".join(f"{n:.1f} x {name}" for name, n in result["times_as_fast_as"].items())
     )

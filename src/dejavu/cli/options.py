@@ -69,8 +69,8 @@ Bundle = Annotated[
     typer.Option(
         "--bundle",
         metavar="FILE",
-        help="What dejavu pack made of this model; generate, chat and eval find a *.flash file "
-        "beside the plan or model.",
+        help="What dejavu pack made of this model; default: the *.flash file of it beside the plan "
+        "or model.",
     ),
 ]
 Json = Annotated[

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dejavu.embedded import plan_path
-from dejavu.errors import InputError
+from dejavu.errors import DejavuError, InputError
 from dejavu.flash.memory import Need, resident_bytes
-from dejavu.flash.store import FlashStore, least_slots, placeholders
+from dejavu.flash.store import FlashStore, buffer_bytes, least_slots, placeholders
 from dejavu.kernels.matrix import Matrix
 from dejavu.load import CheckpointNeurons, LoadedModel, load_model
 from dejavu.models.base import DecoderLM
@@ -19,7 +19,6 @@ from dejavu.weights.bundle import Bundle, is_bundle, open_bundle
 
 __all__ = ["FlashModel", "find_bundle", "load_flash", "need_of"]
 
-_READER_BUFFERS = 8 << 20  # 64 reads of up to 64 KiB, and what they are aligned to
 _PROMPT_ROWS = 128  # tokens of a prompt that pass a layer together
 
 
@@ -75,7 +74,7 @@ def need_of(
     layer = neurons * bundle.record_bytes
     wide = max(neurons, config.vocab_size, 8 * width)
     prompt = layer + 4 * (neurons * width + rows * 2 * wide)
-    return Need(resident, keys, prompt, _READER_BUFFERS)
+    return Need(resident, keys, prompt, buffer_bytes(bundle))
 
 
 def find_bundle(
@@ -83,23 +82,32 @@ def find_bundle(
 ) -> Path:
     """The bundle of a model that lies in its plan's folder or its own (`*.flash`).
 
-    Raises InputError telling where it was looked for.
+    A plan that is not a folder here (a Hub id) has none beside it.
+
+    Raises InputError telling where it was looked for, and which bundles there are damaged.
     """
     wanted = CheckpointNeurons(source, dtype=dtype)
-    folders = [Path(plan_path(os.fspath(plan)))] if plan is not None else []
-    folders.append(Path(wanted.checkpoint.path))
-    folders = [folder if folder.is_dir() else folder.parent for folder in folders]
+    folders = [Path(wanted.checkpoint.path)]
+    if plan is not None:
+        folders.insert(0, Path(plan_path(os.fspath(plan))))
+    folders = [path if path.is_dir() else path.parent for path in folders if path.exists()]
+    damaged = []
     for folder in folders:
         for path in sorted(folder.glob("*.flash")):
             if not is_bundle(path):
                 continue
-            found = open_bundle(path)
+            try:
+                found = open_bundle(path)
+            except DejavuError as error:
+                damaged.append(str(error))
+                continue
             if (found.identity, found.dtype) == (wanted.identity(), wanted.dtype):
                 return path
     looked = " nor ".join(str(folder) for folder in dict.fromkeys(folders))
     raise InputError(
         f"a memory limit needs a bundle of {source} in {wanted.dtype}, and neither {looked} has "
         "one: make it with dejavu pack MODEL --out FILE.flash, and leave it there or give --bundle"
+        + "".join(f"; {one}" for one in damaged)
     )
 
 

@@ -12,9 +12,10 @@ from dejavu.kernels.neuron_cache import NeuronCache
 from dejavu.kernels.ops import Projection
 from dejavu.weights.bundle import Bundle
 
-__all__ = ["FlashStore", "least_slots", "placeholders"]
+__all__ = ["FlashStore", "buffer_bytes", "least_slots", "placeholders"]
 
-_OUTSTANDING = 64  # reads; about what a layer lacks
+_OUTSTANDING = 192  # reads; more than a layer lacks as a rule
+_MAX_READ = 1 << 15  # bytes of neighbours that become one read
 
 
 def placeholders(bundle: Bundle) -> dict[str, Matrix]:
@@ -48,7 +49,7 @@ class FlashStore:
             raise InputError(f"{slots} neurons in memory are too few, {least} would do")
         self.bundle = bundle
         self.reader = bundle.reader(
-            queue_depth=_OUTSTANDING, max_read=max(1 << 16, bundle.record_bytes)
+            queue_depth=_OUTSTANDING, max_read=max(_MAX_READ, bundle.record_bytes)
         )
         self._offsets = [bundle.offsets(layer) for layer in range(bundle.layers)]
         self.cache = NeuronCache(
@@ -117,3 +118,9 @@ def _name(layer: int, part: str) -> str:
 def least_slots(bundle: Bundle) -> int:
     """Slots that always do: a whole layer, and the next that is fetched meanwhile."""
     return min(2 * max(bundle.neurons), sum(bundle.neurons))
+
+
+def buffer_bytes(bundle: Bundle) -> int:
+    """At most, of the buffers that a store's reads land in."""
+    edges = 2 * max(bundle.block_bytes, 4096) + 4096  # of blocks, and of what reads are aligned to
+    return _OUTSTANDING * (max(_MAX_READ, bundle.record_bytes) + edges)

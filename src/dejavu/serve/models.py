@@ -10,7 +10,7 @@ from dejavu.engine.codec import Codec
 from dejavu.engine.engine import Engine
 from dejavu.engine.llm import end_tokens
 from dejavu.flash.memory import parse_size
-from dejavu.flash.model import FlashModel, load_flash
+from dejavu.flash.model import FlashModel, find_bundle, load_flash
 from dejavu.flash.ops import FlashOps, PromptOps
 from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel, load_model
@@ -77,8 +77,9 @@ def serve_models(settings: Settings) -> dict[str, ServedModel]:
     sources: dict[tuple[str, str], LoadedModel] = {}
     served = {}
     for entry in settings.models:
-        if entry.bundle is not None:
-            flash = load_flash(entry.source, entry.bundle, dtype=entry.dtype)
+        if settings.memory_limit is not None:
+            bundle = entry.bundle or find_bundle(entry.source, entry.plan, entry.dtype)
+            flash = load_flash(entry.source, bundle, dtype=entry.dtype)
             served[entry.name] = serve_model(entry, flash.loaded, settings, flash)
             continue
         key = entry.source, entry.dtype

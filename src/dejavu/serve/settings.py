@@ -42,7 +42,8 @@ class Settings(BaseModel):
         None, ge=1, description="Prompt tokens between two decode steps; default: the device's."
     )
     memory_limit: str | None = Field(
-        None, description="Of the process, e.g. 4GB; its one model has a bundle."
+        None,
+        description="Of the process, e.g. 4GB; with one model that has a bundle.",
     )
     grace: float = Field(30.0, ge=0, description="Seconds that running answers get at shutdown.")
 
@@ -72,9 +73,10 @@ class Settings(BaseModel):
         names = [entry.name for entry in self.models]
         if len(names) != len(set(names)):
             raise ValueError(f"two models have the same name: {', '.join(names)}")
-        bundled = [entry.bundle for entry in self.models if entry.bundle is not None]
-        if bool(bundled) != (self.memory_limit is not None) or (bundled and len(self.models) > 1):
-            raise ValueError("memory_limit goes with the bundle of one model, and no other model")
+        if self.memory_limit is None and any(entry.bundle is not None for entry in self.models):
+            raise ValueError("a bundle goes with a memory_limit")
+        if self.memory_limit is not None and len(self.models) > 1:
+            raise ValueError("a memory_limit goes with one model")
         return self
 
     @property

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include "crc32c.h"
 
@@ -136,6 +137,7 @@ int64_t FlashReader::submit(const int64_t* offsets, const int64_t* lengths, cons
     }
   }
   ticket->reads_left = extents.size();
+  ticket->away = extents.size();
   int64_t number;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -158,6 +160,8 @@ std::shared_ptr<Ticket> FlashReader::find(int64_t ticket) {
 }
 
 bool FlashReader::done(int64_t ticket) {
+  while (backend_->reap(nullptr) > 0) {
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   return find(ticket)->reads_left == 0;
 }
@@ -166,11 +170,21 @@ Outcome FlashReader::wait(int64_t number) {
   const auto start = Clock::now();
   std::shared_ptr<Ticket> ticket;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     ticket = find(number);
-    ticket_done_.wait(lock, [&] { return ticket->reads_left == 0; });
-    tickets_.erase(number);
-    counters_.wait_seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  while (true) {
+    const int reaped = backend_->reap(ticket->away ? ticket.get() : nullptr);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto complete = [&] { return ticket->reads_left == 0; };
+    if (reaped < 0) ticket_done_.wait(lock, complete);
+    if (complete()) {
+      tickets_.erase(number);
+      counters_.wait_seconds += std::chrono::duration<double>(Clock::now() - start).count();
+      break;
+    }
+    lock.unlock();
+    if (reaped == 0) std::this_thread::yield();  // another thread has the last of them in hand
   }
   Outcome outcome = ticket->outcome;
   if (outcome.fault == FlashFault::none && replaced())
@@ -199,9 +213,9 @@ void FlashReader::reset_counters() {
   counters_ = {};
 }
 
-bool FlashReader::take(Extent* extent) {
+bool FlashReader::take(Extent* extent, const Ticket* of) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (queue_.empty()) return false;
+  if (queue_.empty() || (of && queue_.front().ticket.get() != of)) return false;
   *extent = std::move(queue_.front());
   queue_.pop_front();
   return true;

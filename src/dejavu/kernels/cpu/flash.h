@@ -8,6 +8,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -56,6 +57,7 @@ struct Wanted {
 struct Ticket {
   std::vector<Wanted> wanted;  // ascending
   size_t reads_left = 0;
+  std::atomic<size_t> away{0};  // of those, not back from the device
   Outcome outcome;
 };
 
@@ -72,6 +74,9 @@ class Backend {  // performs the reader's extents, at most `depth` at a time
  public:
   virtual ~Backend() = default;
   virtual void wake() = 0;  // extents were added
+  // Check and copy some reads that came back, in the caller's thread; how many. Given a ticket,
+  // waits for one while any of its reads is away. -1: threads of the backend's own do so.
+  virtual int reap(const Ticket*) { return -1; }
   virtual const char* name() const = 0;
 };
 
@@ -104,6 +109,8 @@ class FlashReader {
   int64_t submit(const int64_t* offsets, const int64_t* lengths, const uint64_t* to, size_t count);
   bool done(int64_t ticket);
   Outcome wait(int64_t ticket);  // once for each ticket
+  // Do some of what a waiting thread has to, without waiting; whether there was anything to do.
+  bool help() { return backend_->reap(nullptr) > 0; }
 
   Counters counters();
   void reset_counters();
@@ -113,7 +120,8 @@ class FlashReader {
   int file() const { return file_; }
 
   // For backends.
-  bool take(Extent* extent);          // the next read, if one waits
+  // The next read, if one waits and is of this ticket (null: of any).
+  bool take(Extent* extent, const Ticket* of);
   bool take_or_stop(Extent* extent);  // blocks; false when the reader closes
   void notify() { extents_added_.notify_all(); }
   void finish(const Extent& extent, const uint8_t* data, int64_t got, int error);

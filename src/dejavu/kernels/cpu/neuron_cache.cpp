@@ -194,9 +194,11 @@ void run_neurons(const NeuronArgs& a, Worker& worker) {
     });
     return;
   }
-  worker.share(1, [&](Size) {
-    if (!a.cache->act(a.step, layer, a.selection)) worker.fail(Fault::neurons);
-  });
+  worker.one(
+      [&] {
+        if (!a.cache->act(a.step, layer, a.selection)) worker.fail(Fault::neurons);
+      },
+      [&] { return a.cache->help(); });
 }
 
 Scratch scratch_neurons(const NeuronArgs&) { return {}; }

@@ -45,6 +45,7 @@ class NeuronCache {
   bool begin(Size layer, const Selection* selection);
   // Everything begun for the layer lies in its slots when this returns without a fault.
   Outcome finish(Size layer);
+  bool help() { return reader_.help(); }  // of threads that wait for another one's finish()
   void release(Size layer);
   // Never give up these neurons of all layers while others can go.
   void pin(const int64_t* neurons, Size count);

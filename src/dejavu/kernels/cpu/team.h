@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <thread>
 
 namespace dejavu {
 
@@ -47,6 +48,18 @@ class Worker {
     else if (take(1) == 0)
       item();
     ++phase_;
+  }
+
+  // Call item() in one thread; until it returns the others call idle(), which tells whether it
+  // found anything to do.
+  template <class Item, class Idle>
+  void one(Item&& item, Idle&& idle) {
+    if (threads_ == 1) return item();
+    const bool mine = take(1) == 0;
+    if (mine) item();
+    while (!mine && phase_->done.load(std::memory_order_acquire) == 0)
+      if (!idle()) std::this_thread::yield();
+    finish(1, mine);
   }
 
   int threads() const { return threads_; }
