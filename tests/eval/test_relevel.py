@@ -73,6 +73,8 @@ def test_what_cannot_be_found_is_refused(made: tuple[LoadedModel, Plan], text: E
     loaded, plan = made
     with pytest.raises(InputError, match="above 0"):
         add_level(loaded, plan, "new", 0.0, text)
+    with pytest.raises(InputError, match="loses nothing"):
+        add_level(loaded, plan, "exact", 0.1, text)
     other = replace(plan, base=replace(plan.base, identity="0" * 64))
     with pytest.raises(PlanError, match="made for"):
         add_level(loaded, other, "new", 0.1, text)

@@ -16,6 +16,7 @@ from dejavu.eval.compare import Comparison, compare
 from dejavu.eval.text import EvalText
 from dejavu.load import LoadedModel
 from dejavu.predictor.input_budget import curves_from_json, price_for_loss, priced_thresholds
+from dejavu.predictor.levels import EXACT
 from dejavu.predictor.plan import LayerPolicy, Level, Plan
 from dejavu.sparsity.inputs import Thresholds
 from dejavu.sparsity.losses import Mean
@@ -40,10 +41,12 @@ def add_level(
     measured loss, one standard error added, is at most `max_loss` of relative perplexity.
 
     text: best one that the plan was not made from. Raises PlanError for another model's plan,
-    InputError for a loss of 0 or less, and where no threshold keeps it.
+    InputError for a loss of 0 or less, the name `exact`, and where no threshold keeps the loss.
     """
     if not max_loss > 0:
         raise InputError(f"max_loss must be above 0, not {max_loss!r}; `exact` loses nothing")
+    if name == EXACT:
+        raise InputError(f"the level {EXACT} loses nothing; choose another name")
     plan.selector(loaded, next(iter(plan.levels)))  # refuses another model's plan
     trial = _Trial(loaded, plan, text, progress or (lambda stage, done, total: None))
     level = (_by_threshold if plan.predictors else _by_price)(trial, max_loss)
@@ -139,17 +142,27 @@ def _log_ratio(report: dict[str, Any]) -> float:
 
 
 def _at(plan: Plan, max_loss: float, threshold: float) -> Level:
-    """Every predictor at a threshold; places without one do what loses nothing."""
-    exact = min(plan.levels.values(), key=lambda level: level.max_loss)
+    """One threshold wherever the level next in loss predicts; `prepare` knew why not elsewhere."""
+    ordered = sorted(plan.levels.values(), key=lambda level: level.max_loss)
+    exact = ordered[0]
+    near = next((level for level in ordered if level.max_loss >= max_loss), ordered[-1])
 
     def policies(site: Site) -> tuple[LayerPolicy, ...]:
         return tuple(
-            LayerPolicy("predictor", threshold) if (site, layer) in plan.predictors else policy
-            for layer, policy in enumerate(exact.policies(site))
+            LayerPolicy("predictor", threshold) if like.kind == "predictor" else lossless
+            for like, lossless in zip(near.policies(site), exact.policies(site), strict=True)
         )
 
-    bytes_read = sum(source.predictor.nbytes for source in plan.predictors.values())
-    report = {"threshold": threshold, "predictor_bytes": bytes_read}
+    sources = [
+        plan.predictors[site, layer]
+        for site in Site
+        for layer, policy in enumerate(near.policies(site))
+        if policy.kind == "predictor"
+    ]
+    report = {
+        "threshold": threshold,
+        "predictor_bytes": sum(source.predictor.nbytes for source in sources),
+    }
     return Level(max_loss, policies(Site.NEURONS), policies(Site.HEADS), report)
 
 
