@@ -18,25 +18,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dejavu.bench.disk import DiskRate, measure_disk, measure_random, measure_reader
 from dejavu.bench.mapped import MappedNeurons
 from dejavu.bench.spread import Spread
 from dejavu.bench.trace import Replayed, record_trace
 from dejavu.errors import DejavuError
-from dejavu.flash.ops import FlashOps
+from dejavu.flash.ops import FlashOps, WholeOps
 from dejavu.flash.store import FlashStore
-from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.native import NativeOps
-from dejavu.kernels.ops import Activation, Ops, Projection
-from dejavu.kernels.selection import Selection
+from dejavu.kernels.ops import Ops
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import blocks_for
 from dejavu.sparsity.policy import Dense, Selector
 from dejavu.weights.bundle import Bundle
 
-__all__ = ["FlashArm", "NaiveOps", "bench_flash", "true_sets"]
+__all__ = ["FlashArm", "bench_flash", "true_sets"]
 
 
 @dataclass(frozen=True)
@@ -67,28 +64,6 @@ class FlashArm:
     wait_ms: float = 0.0
     gigabytes_per_second: float | None = None
     notes: str = ""
-
-
-class NaiveOps(NativeOps):
-    """Reads every layer's MLP in full, with direct reads, for every token; nothing is kept."""
-
-    def __init__(self, store: FlashStore, threads: int | None = None) -> None:
-        super().__init__(threads)
-        self._store = store
-
-    def mlp(
-        self,
-        x: Tensor,
-        up: Projection,
-        gate: Projection | None,
-        down: Matrix,
-        down_bias: Tensor | None,
-        activation: Activation,
-        selection: Selection | None,
-        residual: Tensor | None,
-    ) -> Tensor:
-        up, gate, down = self._store.read_mlp(up, gate, down)
-        return super().mlp(x, up, gate, down, down_bias, activation, selection, residual)
 
 
 def bench_flash(
@@ -128,7 +103,7 @@ def bench_flash(
     reader = measure_reader(bundle, depth=limit, seconds=seconds)
     few = ids[: naive + 1]
     tell("read in full")
-    everything = _counted(store, outside, Dense(), NaiveOps(store, threads), few, 1, "read in full")
+    everything = _counted(store, outside, Dense(), WholeOps(store, threads), few, 1, "read in full")
     tell("mapped")
     mapped = _mapped(outside, store, few, threads)
     dense = _replay("dense in memory", memory, Dense(), NativeOps(threads), few, 1)
@@ -175,7 +150,8 @@ def _beside(
     seconds: float,
 ) -> tuple[FlashArm, DiskRate]:
     """The model in memory and the disk's random reads at the same time: what both come to when
-    neither waits for the other, but they share cores, memory and what carries the disk's data."""
+    neither waits for the other, but they share cores, memory and what carries the disk's data.
+    The disk reads all the time, perhaps more for a token than the token would need."""
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(measure_random, bundle, depth=depth, seconds=seconds)
         arms = []
@@ -258,7 +234,7 @@ def _counted(
     arm = _replay(name, model, selector, ops, ids, warm, start=reset)
     tokens, record = len(ids) - warm, store.bundle.record_bytes
     wanted, missed = store.cache.counters()
-    if isinstance(ops, NaiveOps):  # past the cache
+    if isinstance(ops, WholeOps):  # past the cache
         wanted = missed = tokens * sum(store.bundle.neurons)
     reads = store.reader.counters()
     return replace(
@@ -337,7 +313,7 @@ def _replay(
         torch.zeros(1, dtype=torch.int32),
     )
     program = None
-    if isinstance(ops, NativeOps) and not isinstance(ops, NaiveOps) and selector.capturable:
+    if isinstance(ops, NativeOps) and not isinstance(ops, WholeOps) and selector.capturable:
         recorder = ops.recorder()
         logits = model.forward(batch, cache, selector, recorder)
         program = recorder.program

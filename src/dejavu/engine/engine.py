@@ -146,14 +146,15 @@ class Engine:
         self.cache_blocks = blocks
         self._chunk = prefill_chunk
         self._prompts: PromptStep | None = None
-        if ops is None and prompt_ops is None and PromptStep.suits(model):
-            assert isinstance(step_ops, NativeOps)
+        kernels_of = prompt_ops if ops is not None or prompt_ops is not None else step_ops
+        if isinstance(kernels_of, NativeOps) and PromptStep.suits(model):
             self._prompts = PromptStep(
                 model,
                 self._cache,
-                step_ops,
+                kernels_of,
                 max_length=max_model_len,
                 vocab_size=self.vocab_size,
+                recorded=prompt_ops is None,
             )
         if prompt_ops is None:
             kernels = ops is None and model.device.type == "cpu"

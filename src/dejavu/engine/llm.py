@@ -13,6 +13,7 @@ from dejavu.engine.engine import Engine
 from dejavu.engine.generation import Generation
 from dejavu.engine.output import Chunk, Completion
 from dejavu.engine.params import SamplingParams
+from dejavu.engine.prompt_step import PromptStep
 from dejavu.errors import ConfigError, DejavuError, InputError
 from dejavu.kernels.device import resolve_device
 from dejavu.kernels.native import MAX_ROWS
@@ -102,12 +103,13 @@ class LLM:
         cache_bytes = None
         if flash is not None and memory_limit is not None:
             from dejavu.flash.memory import parse_size
-            from dejavu.flash.ops import FlashOps, PromptOps
+            from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
 
             store, cache_bytes = flash.within(
                 parse_size(memory_limit), max_batch=MAX_ROWS, max_model_len=max_model_len
             )
-            ops, prompt_ops = FlashOps(store, threads), PromptOps(store, threads)
+            reads = WholeOps if PromptStep.suits(model.model) else PromptOps
+            ops, prompt_ops = FlashOps(store, threads), reads(store, threads)
         self._connect(
             Engine(
                 model,

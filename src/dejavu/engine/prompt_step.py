@@ -74,8 +74,11 @@ class PromptStep:
         *,
         max_length: int,
         vocab_size: int,
+        recorded: bool = True,
     ) -> None:
-        """Prompts of up to `max_length` tokens. vocab_size: logits end there."""
+        """Prompts of up to `max_length` tokens. vocab_size: logits end there. recorded: off, a step
+        goes through Python op by op."""
+        self._at_once = not recorded
         self._model, self._cache, self._ops, self._vocab = model, cache, ops, vocab_size
         self._whole, self._keys_only = Dense(), KeysOnly(model)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int64)
@@ -140,6 +143,9 @@ class PromptStep:
         for place, row in enumerate(group, empty):
             table[place, : len(row.blocks)] = row.blocks
         self._model.prepare(max(len(row.request.prompt) for row in group))
+        if self._at_once:
+            at_once: NDArray[np.float32] = self._forward(width, head, self._ops).numpy()
+            return at_once
         if (width, head) not in self._recorded:
             self._recorded[width, head] = self._record(width, head)
         program, logits = self._recorded[width, head]
@@ -148,6 +154,10 @@ class PromptStep:
 
     def _record(self, width: int, head: int) -> tuple[Program, NDArray[np.float32]]:
         recorder = self._ops.recorder()
+        logits = self._forward(width, head, recorder)
+        return recorder.program, logits.numpy()
+
+    def _forward(self, width: int, head: int, ops: Ops) -> Tensor:
         batch = Batch(
             self._ids[:width],
             self._positions[:width],
@@ -156,5 +166,4 @@ class PromptStep:
             scored=head,
         )
         selector = self._whole if head else self._keys_only
-        logits: Tensor = self._model.forward(batch, self._cache, selector, recorder)
-        return recorder.program, logits.numpy()
+        return self._model.forward(batch, self._cache, selector, ops)

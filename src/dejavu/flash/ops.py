@@ -24,7 +24,7 @@ from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 
-__all__ = ["FlashOps", "FlashProgram", "PromptOps", "WindowOps"]
+__all__ = ["FlashOps", "FlashProgram", "PromptOps", "WholeOps", "WindowOps"]
 
 
 class FlashOps(NativeOps):
@@ -199,6 +199,31 @@ class PromptOps(_Streaming, PromptRows):
     def __init__(self, store: FlashStore, threads: int | None = None) -> None:
         super().__init__(threads)
         self._store = store
+
+
+class WholeOps(NativeOps):
+    """`NativeOps` that read every layer's MLP in full when they come to it, and keep nothing.
+
+    The same bits as with the weights in memory: for prompts that are read there on these kernels.
+    """
+
+    def __init__(self, store: FlashStore, threads: int | None = None) -> None:
+        super().__init__(threads)
+        self._store = store
+
+    def mlp(
+        self,
+        x: Tensor,
+        up: Projection,
+        gate: Projection | None,
+        down: Matrix,
+        down_bias: Tensor | None,
+        activation: Activation,
+        selection: Selection | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        up, gate, down = self._store.read_mlp(up, gate, down)
+        return super().mlp(x, up, gate, down, down_bias, activation, selection, residual)
 
 
 class WindowOps(_Streaming):

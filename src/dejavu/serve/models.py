@@ -9,9 +9,10 @@ from dejavu.engine.activity import block_size
 from dejavu.engine.codec import Codec
 from dejavu.engine.engine import Engine
 from dejavu.engine.llm import end_tokens
+from dejavu.engine.prompt_step import PromptStep
 from dejavu.flash.memory import parse_size
 from dejavu.flash.model import FlashModel, find_bundle, load_flash
-from dejavu.flash.ops import FlashOps, PromptOps
+from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
 from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel, load_model
 from dejavu.predictor.plan import Plan, load_plan
@@ -108,7 +109,8 @@ def serve_model(
             max_batch=settings.max_batch,
             max_model_len=settings.max_model_len,
         )
-        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store, settings.threads)
+        reads = WholeOps if PromptStep.suits(loaded.model) else PromptOps
+        ops, prompt_ops = FlashOps(store, settings.threads), reads(store, settings.threads)
     engine = Engine(
         loaded,
         ops=ops,
