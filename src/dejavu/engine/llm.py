@@ -108,8 +108,9 @@ class LLM:
             store, cache_bytes = flash.within(
                 parse_size(memory_limit), max_batch=MAX_ROWS, max_model_len=max_model_len
             )
-            reads = WholeOps if PromptStep.suits(model.model) else PromptOps
-            ops, prompt_ops = FlashOps(store, threads), reads(store, threads)
+            ops, prompt_ops = FlashOps(store, threads), PromptOps(store, threads)
+            if PromptStep.suits(model.model):
+                prompt_ops = WholeOps(store, threads)
         self._connect(
             Engine(
                 model,

@@ -109,8 +109,9 @@ def serve_model(
             max_batch=settings.max_batch,
             max_model_len=settings.max_model_len,
         )
-        reads = WholeOps if PromptStep.suits(loaded.model) else PromptOps
-        ops, prompt_ops = FlashOps(store, settings.threads), reads(store, settings.threads)
+        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store, settings.threads)
+        if PromptStep.suits(loaded.model):
+            prompt_ops = WholeOps(store, settings.threads)
     engine = Engine(
         loaded,
         ops=ops,
