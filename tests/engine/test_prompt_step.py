@@ -124,7 +124,7 @@ def test_engines_read_int8_prompts_so_and_others_not(
 def test_who_is_aborted_meanwhile_writes_to_nobody_elses_blocks(loaded: LoadedModel) -> None:
     """A dropped stream may be collected while its rows are on their way."""
     engine = Engine(loaded, threads=1, max_batch=2)
-    kept, dropped = prompt(100, seed=1), prompt(100, seed=2)
+    kept, dropped = prompt(60, seed=1), prompt(60, seed=2)  # both in one piece
     request = engine.add(kept, SamplingParams(max_tokens=3))
     while not request.done:
         engine.step()
@@ -143,7 +143,7 @@ def test_who_is_aborted_meanwhile_writes_to_nobody_elses_blocks(loaded: LoadedMo
     step._step = aborting  # type: ignore[method-assign, assignment]
     while not sound.done:
         engine.step()
-    assert len(calls) >= 7
+    assert len(calls) == 8
     assert sound.token_ids == truth
     assert gone.token_ids == []
     assert engine.free_blocks == engine.cache_blocks
