@@ -75,7 +75,9 @@ def test_text_is_that_of_llm_generate(
 
 
 def test_an_unknown_level_is_refused(server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="plan, dense, exact, careful, balanced, fast") as bad:
+    with pytest.raises(
+        openai.BadRequestError, match="plan, dense, exact, careful, balanced, fast"
+    ) as bad:
         text(server, extra_body={"sparsity": "slow"})
     assert bad.value.param == "sparsity"
     with pytest.raises(openai.BadRequestError, match="one of dense"):

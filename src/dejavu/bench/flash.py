@@ -191,7 +191,8 @@ def true_sets(
         arms.append(flash)
 
     def mean(field: str) -> float:
-        return sum(getattr(arm, field) for arm in arms) / len(arms)
+        values: list[float] = [getattr(arm, field) for arm in arms]
+        return sum(values) / len(values)
 
     return {
         "tokens": sum(len(ids) - warm for ids in windows),
@@ -317,7 +318,9 @@ def _replay(
         recorder = ops.recorder()
         logits = model.forward(batch, cache, selector, recorder)
         program = recorder.program
-    seconds, tokens, digest = [], [], hashlib.sha256()
+    seconds: list[float] = []
+    tokens: list[int] = []
+    digest = hashlib.sha256()
     for place, token in enumerate(ids):
         if stop is not None and (place < warm or (seconds and stop())):
             continue
