@@ -47,17 +47,18 @@ results: $(STAMP)
 	$(PIP) install -q -c constraints.txt "ctranslate2>=4.6"
 	mkdir -p $(RESULTS)
 	$(BIN)/dejavu eval relu-30m --plan relu-30m -n 24576 --json $(RESULTS)/eval-balanced.json
-	$(BIN)/dejavu eval relu-30m --plan relu-30m --level fast --json $(RESULTS)/eval-fast.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level careful -n 24576 \
+		--json $(RESULTS)/eval-careful.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 12288 \
 		--json $(RESULTS)/eval-decode.json
 	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
 	$(BIN)/dejavu bench relu-30m --plan relu-30m --peers transformers,ctranslate2 \
 		--new-tokens 128 --repeats 9 --json $(RESULTS)/bench-relu-30m.json
-	$(BIN)/dejavu bench --shape opt-1.3b --dtype bf16 --densities 0.05,0.1,0.2,0.4 \
-		--peers transformers --new-tokens 32 --plot docs/plots/opt-1.3b-bf16.png \
+	$(BIN)/dejavu bench --shape opt-1.3b --dtype bf16 --densities 0.05,0.1,0.2 --repeats 5 \
+		--peers transformers --new-tokens 16 --plot docs/plots/opt-1.3b-bf16.png \
 		--json $(RESULTS)/bench-opt-1.3b-bf16.json
-	$(BIN)/dejavu bench --shape opt-1.3b --dtype int8 --densities 0.05,0.1,0.2,0.4 \
-		--peers transformers,ctranslate2 --new-tokens 32 --plot docs/plots/opt-1.3b-int8.png \
+	$(BIN)/dejavu bench --shape opt-1.3b --dtype int8 --densities 0.05,0.1,0.2 --repeats 4 \
+		--peers ctranslate2:int8 --new-tokens 16 --plot docs/plots/opt-1.3b-int8.png \
 		--json $(RESULTS)/bench-opt-1.3b-int8.json
 	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype bf16 --json $(RESULTS)/mlp-bf16.json
 	$(BIN)/dejavu bench --shape opt-1.3b --kernels --dtype int8 --json $(RESULTS)/mlp-int8.json

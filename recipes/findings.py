@@ -5,7 +5,7 @@ Usage: python recipes/findings.py CORPUS_FOLDER EVALUATION_FOLDER RESULT.json PL
 Asks whether what a token needs depends on its context, how slowly inputs change along the layers,
 what predicting ahead costs, how much text predictors need, and what other kinds of text do to a
 plan. Every finished piece waits in RESULT.work.json; after SECONDS (default: never) no other one is
-begun, and the same command goes on. A few minutes on two cores.
+begun, and the same command goes on.
 """
 
 from __future__ import annotations

@@ -147,3 +147,24 @@ def test_who_is_aborted_meanwhile_writes_to_nobody_elses_blocks(loaded: LoadedMo
     assert sound.token_ids == truth
     assert gone.token_ids == []
     assert engine.free_blocks == engine.cache_blocks
+
+
+def test_a_fault_of_one_prompt_is_not_that_of_others_in_its_step(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(loaded, threads=1)
+    sound, broken = (
+        engine.add(prompt(20, seed=n), SamplingParams(max_tokens=3, prompt_logprobs=top))
+        for n, top in ((1, None), (2, 1))
+    )
+
+    def failing(*_: object) -> list[object]:
+        raise ValueError("no such logit")
+
+    monkeypatch.setattr("dejavu.engine.engine.prompt_logprobs", failing)
+    while engine.running or engine.waiting:
+        engine.step()
+    assert "no such logit" in str(broken.error)
+    assert sound.error is None
+    assert len(sound.token_ids) == 3
+    assert engine.free_blocks == engine.cache_blocks

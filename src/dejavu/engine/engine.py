@@ -295,6 +295,12 @@ class Engine:
     def _compute(self, pieces: list[Piece], work: Callable[[], None]) -> None:
         """Do the work for some pieces; where it fails, their requests end with an error."""
         started = perf_counter()
+        self._try(pieces, work)
+        seconds = perf_counter() - started
+        for piece in pieces:
+            piece.request.prefill_seconds += seconds
+
+    def _try(self, pieces: list[Piece], work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
@@ -302,13 +308,12 @@ class Engine:
             failed.__cause__ = error
             for piece in pieces:
                 self._finish(piece.request, error=failed)
-        seconds = perf_counter() - started
-        for piece in pieces:
-            piece.request.prefill_seconds += seconds
 
     def _prefill_together(self, prompts: PromptStep, pieces: list[Piece]) -> None:
         for piece, logits in zip(pieces, prompts.run(pieces), strict=True):
-            self._advance(piece, logits)
+            self._try(
+                [piece], partial(self._advance, piece, logits)
+            )  # one's fault is not another's
 
     def _prefill(self, piece: Piece) -> None:
         request, end, every = piece

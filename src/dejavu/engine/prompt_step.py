@@ -132,7 +132,7 @@ class PromptStep:
     def _step(self, group: Sequence[_Row], wanted: int) -> NDArray[np.float32]:
         """Logits of at least the last `wanted` rows of a static buffer."""
         width = _WIDTHS[bisect_left(_WIDTHS, len(group))]
-        head = min(wanted, 1) if wanted <= 1 else width
+        head = wanted if wanted < 2 else width
         empty = width - len(group)
         ids, positions, lengths, table = self._views
         ids[:empty] = positions[:empty] = lengths[:empty] = 0

@@ -5,8 +5,9 @@ one, and choosing has a price of its own. What is cheaper for a layer is told by
 costs and by what the last steps listed: their counts come to the host with the tokens, so nothing
 waits for them. A layer computed whole runs no predictor: with all of them, a step is the dense one.
 
-The table decides, and never a clock while texts are written: the same requests get the same texts
-on the same device. But a row may be computed with more neurons among others than it is alone.
+The table decides, and never a clock while texts are written: the same history of requests gets the
+same texts on the same device. But what earlier steps listed counts, so a row may be computed with
+more neurons later, or among others, than it was alone.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ _FLOOR = 1e-6  # of the largest eigenvalue: directions below it are rounding noi
 _POWER_STEPS = 20  # for a largest eigenvalue that only scales the floor
 _ITERATIONS = 4
 _WIDE = 1024
-_CELLS = (
-    1 << 18
-)  # scores calibrated at a time, 1 MB: all 16 million at once take three times as long
+# Scores calibrated at a time, 1 MB: all 16 million at once take three times as long.
+_CELLS = 1 << 18
 _SPARE = 32  # directions more than wanted, so that the last wanted ones converge too
 
 

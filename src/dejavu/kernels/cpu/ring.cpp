@@ -83,12 +83,6 @@ void Ring::push_read(int file, void* to, uint32_t length, int64_t offset, uint64
   entry->user_data = tag;
 }
 
-void Ring::push_nothing(uint64_t tag) {
-  io_uring_sqe* entry = next();
-  entry->opcode = IORING_OP_NOP;
-  entry->user_data = tag;
-}
-
 bool Ring::submit() {
   __atomic_store_n(sq_tail_, tail_, __ATOMIC_RELEASE);
   while (pushed_) {
@@ -99,8 +93,8 @@ bool Ring::submit() {
   return true;
 }
 
-bool Ring::wait(unsigned least) {
-  while (enter(file_, 0, least, IORING_ENTER_GETEVENTS) < 0)
+bool Ring::wait() {
+  while (enter(file_, 0, 1, IORING_ENTER_GETEVENTS) < 0)
     if (errno != EINTR && errno != EAGAIN && errno != EBUSY) return false;
   return true;
 }

@@ -73,9 +73,8 @@ inline void gather_coefficients(const float* x, Size rows, const Matrix& weight,
     for (Size r = 0; r < rows; ++r)
       for_vectors(0, count, [&](Size k, Size lanes) {
         const Vec value = load(x + r * weight.rows + first + k, lanes);
-        const float* scale = weight.scale + first + k;
-        store(coefficients + r * tile + k, weight.scale ? value * load(scale, lanes) : value,
-              lanes);
+        store(coefficients + r * tile + k,
+              weight.scale ? value * load(weight.scale + first + k, lanes) : value, lanes);
       });
     return;
   }
