@@ -311,9 +311,8 @@ class Engine:
 
     def _prefill_together(self, prompts: PromptStep, pieces: list[Piece]) -> None:
         for piece, logits in zip(pieces, prompts.run(pieces), strict=True):
-            self._try(
-                [piece], partial(self._advance, piece, logits)
-            )  # one's fault is not another's
+            # By itself: one prompt's fault is not another's.
+            self._try([piece], partial(self._advance, piece, logits))
 
     def _prefill(self, piece: Piece) -> None:
         request, end, every = piece
