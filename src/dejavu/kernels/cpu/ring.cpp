@@ -93,8 +93,8 @@ bool Ring::submit() {
   return true;
 }
 
-bool Ring::wait() {
-  while (enter(file_, 0, 1, IORING_ENTER_GETEVENTS) < 0)
+bool Ring::wait(unsigned least) {
+  while (enter(file_, 0, least, IORING_ENTER_GETEVENTS) < 0)
     if (errno != EINTR && errno != EAGAIN && errno != EBUSY) return false;
   return true;
 }
