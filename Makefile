@@ -49,6 +49,8 @@ results: $(STAMP)
 	$(BIN)/dejavu eval relu-30m --plan relu-30m -n 24576 --json $(RESULTS)/eval-balanced.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --level careful -n 24576 \
 		--json $(RESULTS)/eval-careful.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level careful --through decode -n 12288 \
+		--json $(RESULTS)/eval-careful-decode.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 12288 \
 		--json $(RESULTS)/eval-decode.json
 	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
