@@ -15,17 +15,17 @@ from dejavu.engine.activity import Watchable, activity
 from dejavu.engine.backend import Step, decode_ops, decode_step
 from dejavu.engine.logprobs import logprob_of, prompt_logprobs
 from dejavu.engine.params import SamplingParams
+from dejavu.engine.prompt_pass import PromptPass
 from dejavu.engine.prompt_step import Piece, PromptStep
 from dejavu.engine.sampling import Sampler, pick
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
 from dejavu.errors import DejavuError, InputError
-from dejavu.kernels.device import free_memory, on
+from dejavu.kernels.device import free_memory
 from dejavu.kernels.native import MAX_ROWS, NativeOps
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
-from dejavu.models.base import Batch
 from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
 from dejavu.registry import unknown
 from dejavu.sparsity.meter import MeteredSelector
@@ -123,7 +123,6 @@ class Engine:
             self._cache, block_size=BLOCK_SIZE, max_rows=max_batch, max_length=max_model_len
         )
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self._threads = threads
         selectors = {DEFAULT_ARM: Dense() if selector is None else selector, **(arms or {})}
         step_ops = decode_ops(model, threads) if ops is None else ops
         self._steps = {
@@ -159,7 +158,9 @@ class Engine:
         if prompt_ops is None:
             kernels = ops is None and model.device.type == "cpu"
             prompt_ops = PromptRows(threads) if kernels else TorchOps()
-        self._prompt_ops = prompt_ops
+        self._alone = PromptPass(
+            model, self._cache, prompt_ops, threads=threads, vocab_size=self.vocab_size
+        )
         self._meters = {
             name: chosen.meter
             for name, chosen in selectors.items()
@@ -284,49 +285,34 @@ class Engine:
             for request, end in self._scheduler.next_prompts(self._chunk, least)
             if not request.done  # see `_accept`
         ]
-        if self._prompts is not None and pieces:
-            self._compute(pieces, partial(self._prefill_together, self._prompts, pieces))
-            return [piece.request for piece in pieces]
-        for piece in pieces:
-            if not piece.request.done:
-                self._compute([piece], partial(self._prefill, piece))
+        together = [pieces] if self._prompts is not None else [[piece] for piece in pieces]
+        for group in together:
+            if any(not piece.request.done for piece in group):
+                self._compute(group)
         return [piece.request for piece in pieces]
 
-    def _compute(self, pieces: list[Piece], work: Callable[[], None]) -> None:
-        """Do the work for some pieces; where it fails, their requests end with an error."""
+    def _compute(self, pieces: list[Piece]) -> None:
+        """Compute some pieces together; where it fails, their requests end with an error."""
         started = perf_counter()
-        self._try(pieces, work)
+        reader = self._alone if self._prompts is None else self._prompts
+        with self._ending(pieces):
+            for piece, logits in zip(pieces, reader.run(pieces), strict=True):
+                with self._ending([piece]):  # one prompt's fault is not another's
+                    self._advance(piece, logits)
         seconds = perf_counter() - started
         for piece in pieces:
             piece.request.prefill_seconds += seconds
 
-    def _try(self, pieces: list[Piece], work: Callable[[], None]) -> None:
+    @contextmanager
+    def _ending(self, pieces: list[Piece]) -> Iterator[None]:
+        """What fails within ends the requests of the pieces."""
         try:
-            work()
+            yield
         except Exception as error:
             failed = DejavuError(f"the prompt could not be computed: {error}")
             failed.__cause__ = error
             for piece in pieces:
                 self._finish(piece.request, error=failed)
-
-    def _prefill_together(self, prompts: PromptStep, pieces: list[Piece]) -> None:
-        for piece, logits in zip(pieces, prompts.run(pieces), strict=True):
-            # By itself: one prompt's fault is not another's.
-            self._try([piece], partial(self._advance, piece, logits))
-
-    def _prefill(self, piece: Piece) -> None:
-        request, end, every = piece
-        batch = Batch.prefill(
-            list(request.prompt[request.computed : end]),
-            request.blocks,
-            start=request.computed,
-            last_only=not every,
-            device=self._model.device,
-        )
-        self._model.prepare(len(request.prompt))
-        with _torch_threads(self._threads), on(self._model.device):
-            logits = self._model.forward(batch, self._cache, Dense(), self._prompt_ops)
-        self._advance(piece, logits[:, : self.vocab_size].cpu().numpy())
 
     def _advance(self, piece: Piece, logits: NDArray[np.float32]) -> None:
         """A prompt's next tokens are in the cache, and these are their logits; after the last one
@@ -388,17 +374,6 @@ class Engine:
     ) -> None:
         self._scheduler.finish(request, reason, error)
         self._active.pop(request, None)
-
-
-@contextmanager
-def _torch_threads(threads: int | None) -> Iterator[None]:
-    """So many threads for torch's own operators; the number is torch's, so it is put back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _not_finite(request: Request) -> DejavuError:

@@ -50,7 +50,6 @@ class Launcher:
         if self.device.type == "cuda":
             self._beside = torch.cuda.Stream(self.device)
         self._plain = False
-        self.early = True
         self._fresh: set[int] = set()  # lists made since the last norm, by their address
         self._arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
@@ -91,8 +90,7 @@ class Launcher:
     def _early(self, selection: Selection | None) -> bool:
         """Whether a launch may read a selection, and ask for weights, before the kernel ahead of it
         has ended; see `grid.wait`."""
-        fresh = selection is not None and selection.counts.data_ptr() in self._fresh
-        return self.early and not fresh
+        return selection is None or selection.counts.data_ptr() not in self._fresh
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
