@@ -105,8 +105,8 @@ def test_every_bucket_is_measured_listed_whole_and_chosen(triton_ops):
 
     kept = {}
     found = measure_costs(
-        shape, ops, torch.float32, rows=(1, 4), shares=(0.5, 1.0), timer=timer, cache=1,
-        progress=kept.__setitem__,
+        shape, ops, torch.float32, rows=(1, 4), shares=(0.5, 1.0), rank=128, timer=timer,
+        cache=1, progress=kept.__setitem__,
     )  # fmt: skip
     assert found == kept
     assert list(found) == [key(rows, 64, 16, 4, gated=True) for rows in (1, 4)]

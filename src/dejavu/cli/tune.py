@@ -48,6 +48,7 @@ def tune(
 
     import torch
 
+    from dejavu.bench.forced import gpu_rank
     from dejavu.cli.output import console, progress, quiet, write_json
     from dejavu.cli.sources import model_shape, numbers
     from dejavu.errors import InputError
@@ -94,7 +95,8 @@ def tune(
             for batch in rows:
                 tune(asked, target, WEIGHT_DTYPES[dtype], batch=batch, only=only, progress=keep)
             ops = TritonOps(target, WEIGHT_DTYPES[dtype])
-            measure_costs(asked, ops, WEIGHT_DTYPES[dtype], progress=keep_cost)
+            rank = gpu_rank(asked.hidden_size)
+            measure_costs(asked, ops, WEIGHT_DTYPES[dtype], rank=rank, progress=keep_cost)
         except KeyboardInterrupt:
             interrupted = True
     if not quiet(json_file):

@@ -20,7 +20,6 @@ SHARES = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 _REPEATS = 7
 _COLD = 4  # times the last-level cache that is read between two uses of a byte
 _MOST_LAYERS = 32
-_WIDE = 6144  # hidden_size from which predictors have a rank of 256
 _RELU = Activation("relu")
 
 Timer = Callable[[Callable[[], object]], float]
@@ -34,7 +33,7 @@ def measure_costs(
     *,
     rows: Sequence[int] = BUCKETS,
     shares: Sequence[float] = SHARES,
-    rank: int | None = None,
+    rank: int,
     timer: Timer | None = None,
     cache: int | None = None,
     progress: Callable[[str, MLPCost], None] | None = None,
@@ -42,11 +41,10 @@ def measure_costs(
     """The cost of one MLP by `costs.key`, out of memory: calls rotate over distinct layers.
 
     ops: cut as they will run. All listed neurons are active, which is the worst case. timer, cache:
-    default, the device's own clock and last-level cache in bytes. rank: of predictors; default:
-    what is usual for the width. progress gets each entry as soon as it is measured.
+    default, the device's own clock and last-level cache in bytes. rank: of predictors. progress
+    gets each entry as soon as it is measured.
     """
     device = ops.device
-    rank = (256 if shape.hidden_size > _WIDE else 128) if rank is None else rank
     timer = _timer(device) if timer is None else timer
     if cache is None:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
