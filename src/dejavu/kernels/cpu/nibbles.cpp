@@ -12,6 +12,7 @@ namespace {
 constexpr Size kBlock = 8;  // stored rows, and columns of a line
 constexpr Size kLineBytes = 32;
 constexpr Size kRun = 4;  // lines whose products fit 16 bits: 4 * 4 * 15 * 127
+constexpr Size kAhead = 2048;  // bytes fetched ahead
 
 Size blocks_of(Size count) { return (count + kBlock - 1) / kBlock; }
 
@@ -57,26 +58,34 @@ DEJAVU_LOOP void block_dots(const uint8_t* lines, Size count, const Whole* x,
   __m256i total[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) total[r] = _mm256_setzero_si256();
-  for (Size start = 0; start < count; start += kRun) {
-    const Size end = start + kRun < count ? start + kRun : count;
-    __m256i part[R];
+  // A run known when compiled: the loop over its lines took twice as long.
+  const auto run = [&](Size start, auto size) __attribute__((always_inline)) {
+    constexpr int kSize = decltype(size)::value;
+    __m256i part[R][2];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) part[r] = _mm256_setzero_si256();
-    for (Size line = start; line < end; ++line) {
-      const __m256i w = _mm256_loadu_si256((const __m256i*)(lines + line * kLineBytes));
-      const __m256i first = _mm256_and_si256(w, low);
-      const __m256i second = _mm256_and_si256(_mm256_srli_epi16(w, 4), low);
+    for (int line = 0; line < kSize; ++line) {
+      const uint8_t* at = lines + (start + line) * kLineBytes;
+      prefetch(at + kAhead);
+      const __m256i w = _mm256_loadu_si256((const __m256i*)at);
+      const __m256i half[2] = {_mm256_and_si256(w, low),
+                               _mm256_and_si256(_mm256_srli_epi16(w, 4), low)};
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const int8_t* q = x[r].q + line * kBlock;
-        part[r] = _mm256_add_epi16(part[r], _mm256_maddubs_epi16(first, four(q)));
-        part[r] = _mm256_add_epi16(part[r], _mm256_maddubs_epi16(second, four(q + 4)));
-      }
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+          const int8_t* q = x[r].q + (start + line) * kBlock + 4 * i;
+          const __m256i products = _mm256_maddubs_epi16(half[i], four(q));
+          part[r][i] = line ? _mm256_add_epi16(part[r][i], products) : products;
+        }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-      total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(part[r], one));
-  }
+      total[r] = _mm256_add_epi32(
+          total[r], _mm256_madd_epi16(_mm256_add_epi16(part[r][0], part[r][1]), one));
+  };
+  Size line = 0;
+  for (; line + kRun <= count; line += kRun) run(line, std::integral_constant<int, kRun>());
+  for (; line < count; ++line) run(line, std::integral_constant<int, 1>());
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
     _mm256_storeu_si256((__m256i*)out[r], _mm256_sub_epi32(_mm256_slli_epi32(total[r], 1),
