@@ -46,13 +46,14 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 results: $(STAMP)
 	$(PIP) install -q -c constraints.txt "ctranslate2>=4.6"
 	mkdir -p $(RESULTS)
-	$(BIN)/dejavu eval relu-30m --plan relu-30m -n 24576 --json $(RESULTS)/eval-balanced.json
-	$(BIN)/dejavu eval relu-30m --plan relu-30m --level careful -n 24576 \
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level balanced -n 24576 \
+		--json $(RESULTS)/eval-balanced.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m -n 24576 \
 		--json $(RESULTS)/eval-careful.json
-	$(BIN)/dejavu eval relu-30m --plan relu-30m --level careful --through decode -n 12288 \
-		--json $(RESULTS)/eval-careful-decode.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --through decode -n 12288 \
-		--json $(RESULTS)/eval-decode.json
+		--json $(RESULTS)/eval-careful-decode.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level balanced --through decode \
+		-n 12288 --json $(RESULTS)/eval-decode.json
 	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
 	$(BIN)/dejavu bench relu-30m --plan relu-30m --peers transformers,ctranslate2 \
 		--new-tokens 128 --repeats 9 --json $(RESULTS)/bench-relu-30m.json

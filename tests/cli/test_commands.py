@@ -128,16 +128,18 @@ def test_measure(tmp_path: Path) -> None:
 def test_plan_show(tmp_path: Path) -> None:
     found = run_json(tmp_path / "a.json", "plan", "show", "relu-30m")
     assert {"exact", "balanced", "fast"} <= found["levels"].keys()
+    assert found["default_level"] == "careful"
 
 
 def test_plan_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ("plan", "level", "relu-30m", "relu-30m", "--name", "wide", "--tokens", 600)
     out = tmp_path / "plan"
-    found = run_json(tmp_path / "a.json", *command, "--max-loss", "20%", "--out", out)
+    found = run_json(tmp_path / "a.json", *command, "--max-loss", "20%", "--default", "--out", out)
     report = found["report"]
     assert 1 < report["perplexity_ratio"] + report["perplexity_ratio_error"] <= 1.2
     shown = run_json(tmp_path / "b.json", "plan", "show", out)
     assert shown["levels"]["wide"]["report"] == report
+    assert shown["default_level"] == "wide"
     assert list(shown["levels"]) == ["exact", "careful", "balanced", "fast", "wide"]
     capsys.readouterr()
     assert run(*command, "--max-loss", "much", "--out", out) == 1

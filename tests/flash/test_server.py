@@ -18,7 +18,7 @@ def answers(**limits):
     entry = {"name": "m", "source": "relu-30m", "plan": plan, "bundle": bundle}
     engine = serve_models(Settings(models=[entry], threads=1, **limits))["m"].engine
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    arms = ("dense", "balanced", "fast", "balanced")
+    arms = ("dense", "careful", "fast", "balanced")
     requests = [engine.add([5, 6, 7 + i], params, arm=arm) for i, arm in enumerate(arms)]
     while engine.running or engine.waiting:
         engine.step()

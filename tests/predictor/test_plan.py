@@ -47,6 +47,7 @@ def test_a_plan_comes_back_as_it_was_saved(plan: Plan, tmp_path: Path) -> None:
     again = load_plan(tmp_path / "again")
     assert again.base == plan.base
     assert again.levels == plan.levels
+    assert again.default_level == plan.default_level == "balanced"
     assert again.calibration == plan.calibration
     assert again.report == plan.report
     assert again.predictors.keys() == plan.predictors.keys() != set()
@@ -87,6 +88,7 @@ def test_any_flipped_byte_of_the_predictors_is_refused(copy: Path) -> None:
         (lambda c: c.update(format_version=99), "format_version is 99"),
         (lambda c: c.pop("levels"), "levels"),
         (lambda c: c["base_model"].pop("identity"), "identity"),
+        (lambda c: c.update(default_level="slow"), "default_level is 'slow'"),
         (lambda c: c["levels"]["balanced"]["neurons"].pop(), "1 neurons policies for 2"),
         (lambda c: c["levels"]["exact"]["neurons"][0].update(kind="odd"), "odd"),
         (lambda c: c["predictors"].pop("neurons.1"), r"lacks the predictor neurons\.1"),
@@ -104,6 +106,13 @@ def test_what_is_no_plan_is_named(copy: Path, content: str) -> None:
     (copy / "plan.json").write_text(content)
     with pytest.raises(PlanError, match=r"plan\.json"):
         load_plan(copy)
+
+
+def test_a_plan_says_which_level_runs_by_default(plan: Plan, copy: Path) -> None:
+    edit(copy, lambda c: c.update(default_level="fast"))
+    assert load_plan(copy).level() == plan.level("fast")
+    edit(copy, lambda c: c.pop("default_level"))
+    assert load_plan(copy).level() == plan.level() == plan.level("balanced")
 
 
 def test_an_unknown_level_lists_those_that_exist(plan: Plan, loaded: LoadedModel) -> None:

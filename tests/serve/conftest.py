@@ -78,7 +78,7 @@ def expected(loaded: LoadedModel) -> Callable[..., str]:
     llms: dict[str, LLM] = {}
     said: dict[tuple[str, str, SamplingParams], str] = {}
 
-    def ask(prompt: str, sparsity: str = "balanced", **params: object) -> str:
+    def ask(prompt: str, sparsity: str = "careful", **params: object) -> str:
         if sparsity not in llms:
             plan = {} if sparsity == "dense" else {"plan": NAME, "level": sparsity}
             llms[sparsity] = LLM(loaded, threads=1, **plan)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_models(server: Server) -> None:
 def test_text_is_that_of_llm_generate(
     sparsity: str | None, server: Server, expected: Callable[..., str]
 ) -> None:
-    level = "balanced" if sparsity in (None, "plan") else sparsity
+    level = "careful" if sparsity in (None, "plan") else sparsity
     prompt = "The old house at the end of the road"
     want = expected(prompt, level, max_tokens=40)
     answer = text(server, prompt, max_tokens=40, extra_body={"sparsity": sparsity})

@@ -57,7 +57,7 @@ def done(page: Any) -> None:
     expect(page.get_by_role("status")).to_contain_text("Done")
 
 
-@pytest.mark.parametrize(("mode", "level"), [("sparse", "balanced"), ("dense", "dense")])
+@pytest.mark.parametrize(("mode", "level"), [("sparse", "careful"), ("dense", "dense")])
 def test_an_answer_streams_with_its_figures(
     mode: str, level: str, page: Any, expected: Callable[..., str]
 ) -> None:

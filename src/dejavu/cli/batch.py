@@ -20,7 +20,7 @@ def batch(
     out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers, in the same order.")],
     model: options.Model,
     plan: options.Plan = None,
-    level: options.Level = "balanced",
+    level: options.Level = None,
     name: Annotated[
         str | None,
         typer.Option("--name", help="What the requests call the model; default: MODEL."),
@@ -75,6 +75,7 @@ def batch(
 
         raise BackendError(f"batches need {error.name}: pip install 'dejavu-llm[serve]'") from error
     from dejavu.cli.output import progress, quiet, write_json
+    from dejavu.cli.sources import level_name
     from dejavu.serve.settings import settings
 
     entry = {"name": name or model, "source": model, "plan": plan, "level": level}
@@ -126,7 +127,6 @@ def batch(
             f"{summary.tokens} tokens in {summary.seconds:.1f} s, "
             f"{summary.tokens_per_second:.1f} a second"
         )
-    result = {"model": model, "plan": plan, "level": level, "input": str(source), "out": str(out)}
-    write_json(
-        result | asdict(summary) | {"tokens_per_second": summary.tokens_per_second}, json_file
-    )
+    what = {"model": model, "plan": plan, "level": level_name(plan, level)}
+    what |= {"input": str(source), "out": str(out)}
+    write_json(what | asdict(summary) | {"tokens_per_second": summary.tokens_per_second}, json_file)

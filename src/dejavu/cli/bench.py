@@ -129,7 +129,7 @@ def bench(
         bench_flash(
             model,
             plan,
-            levels or "balanced",
+            levels,
             bundle,
             memory_limit,
             dtype,

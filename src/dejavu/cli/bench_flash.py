@@ -19,7 +19,7 @@ _WINDOWS = 2  # of text, whose true active sets are replayed
 def bench_flash(
     model: str,
     plan: str,
-    level: str,
+    level: str | None,
     bundle: str | None,
     memory_limit: str,
     dtype: str,
@@ -70,7 +70,7 @@ def bench_flash(
         threads=threads,
         tell=_tell,
     )
-    result |= {"model": model, "plan": plan, "level": level}
+    result |= {"model": model, "plan": plan, "level": level or loaded_plan.default_level}
     if whole.model.activation.is_sparse:
         _tell("true active sets")
         result["true_active_sets"] = true_sets(

@@ -13,7 +13,7 @@ from dejavu.cli import options
 def chat(
     model: options.Model,
     plan: options.Plan = None,
-    level: options.Level = "balanced",
+    level: options.Level = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = 0.7,

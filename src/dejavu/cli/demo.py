@@ -40,11 +40,11 @@ def demo(
     from dejavu.embedded import HELDOUT_TEXT, NAME
     from dejavu.eval.compare import compare
     from dejavu.eval.text import read_text
-    from dejavu.predictor.plan import DEFAULT_LEVEL, load_plan
+    from dejavu.predictor.plan import load_plan
     from dejavu.weights.tokenizer import load_tokenizer
 
     loaded = load(NAME, "auto", threads)
-    selector = load_plan(NAME).selector(loaded, DEFAULT_LEVEL)
+    selector = load_plan(NAME).selector(loaded)
     text = read_text(
         HELDOUT_TEXT,
         load_tokenizer(loaded.checkpoint),

@@ -22,7 +22,7 @@ _COPIES_OF_LOGITS = 3
 def evaluate(
     model: options.Model,
     plan: options.Plan = None,
-    level: options.Level = "balanced",
+    level: options.Level = None,
     policy: options.Policy = None,
     text: Annotated[
         Path | None,
@@ -153,7 +153,7 @@ def evaluate(
         )
         return
     from dejavu.cli.output import console, progress, quiet, write_json
-    from dejavu.cli.sources import load, selector
+    from dejavu.cli.sources import level_name, load, selector
     from dejavu.embedded import HELDOUT_TEXT
     from dejavu.eval.compare import compare
     from dejavu.eval.perplexity import evaluate as perplexity_of
@@ -174,6 +174,7 @@ def evaluate(
         flash = load_flash(model, bundle or find_bundle(model, plan, dtype), dtype=dtype)
         loaded = flash.loaded
     chosen = selector(loaded, plan, level, policy)
+    level = level_name(plan, level)
     scored = read_text(
         text or HELDOUT_TEXT,
         load_tokenizer(loaded.checkpoint),
@@ -196,7 +197,7 @@ def evaluate(
             result = compare(
                 loaded.model, scored, chosen, through=through, ops=ops, progress=update
             )
-            what["level"] = level if plan is not None else None
+            what["level"] = level
     if not quiet(json_file):
         console().print(_table(result))
     write_json(what | result.to_json(), json_file)

@@ -17,7 +17,7 @@ def generate(
         typer.Option("--prompt", help="Text to continue; repeatable. - reads standard input."),
     ] = None,
     plan: options.Plan = None,
-    level: options.Level = "balanced",
+    level: options.Level = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,

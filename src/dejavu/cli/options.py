@@ -22,10 +22,10 @@ Plan = Annotated[
     typer.Option("--plan", "-p", metavar="PLAN", help="Sparsity plan: folder, Hub id or relu-30m."),
 ]
 Level = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--level",
-        help="Level of the plan: exact, balanced (1 % loss), fast (3 %), or what else it has.",
+        help="Level of the plan: exact, careful, balanced, fast, ...; default: the plan's own.",
     ),
 ]
 Policy = Annotated[

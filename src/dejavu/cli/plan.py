@@ -50,6 +50,7 @@ def show(plan: _PlanArgument, json_file: options.Json = None) -> None:
     write_json(
         {
             "base_model": asdict(loaded.base),
+            "default_level": loaded.default_level,
             "levels": {name: asdict(level) for name, level in loaded.levels.items()},
             "calibration": loaded.calibration,
             "report": loaded.report,
@@ -76,6 +77,9 @@ def level(
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Tokens that each trial reads, at most.")
     ] = 16_384,
+    default: Annotated[
+        bool, typer.Option("--default", help="Let it be what runs where no level is asked for.")
+    ] = False,
     threads: options.Threads = None,
     json_file: options.Json = None,
 ) -> None:
@@ -88,7 +92,7 @@ def level(
 
       dejavu plan level relu-30m relu-30m --name careful --max-loss 0.5% --text new.txt --out plan
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from dejavu.cli.output import console, quiet, stages, write_json
     from dejavu.cli.sources import load, share
@@ -111,6 +115,8 @@ def level(
     with stages() as update:
         loss = share("--max-loss", max_loss)
         made = add_level(loaded, found, name, loss, tried_on, update)
+    if default:
+        made = replace(made, default_level=name)
     made.save(out)
     if not quiet(json_file):
         console().print(levels_table(made))
@@ -162,7 +168,7 @@ def levels_table(plan: Plan) -> Table:
     """One row a level: what it costs and what it saves."""
     from rich.table import Table
 
-    table = Table(title="levels")
+    table = Table(title="levels", caption=f"default: {plan.default_level}")
     columns: list[tuple[str, str, Callable[[Any], str]]] = [
         ("level", "level", str),
         ("loss allowed", "max_loss", _percent),

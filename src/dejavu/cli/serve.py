@@ -29,7 +29,7 @@ def serve(
     context: typer.Context,
     model: Model = None,
     plan: options.Plan = None,
-    level: options.Level = "balanced",
+    level: options.Level = None,
     name: Annotated[
         str | None, typer.Option("--name", help="What clients call it; default: MODEL.")
     ] = None,

@@ -54,7 +54,7 @@ def model_shape(model: str | None, shape: str | None) -> ModelConfig:
 
 
 def selector(
-    loaded: LoadedModel, plan: str | None, level: str, policy: str | None
+    loaded: LoadedModel, plan: str | None, level: str | None, policy: str | None
 ) -> Selector | None:
     """The selector of a plan or of a named policy; None for neither. Raises InputError for both."""
     if plan is not None and policy is not None:
@@ -63,7 +63,7 @@ def selector(
         from dejavu.predictor.plan import load_plan
 
         return load_plan(plan).selector(loaded, level)
-    if level != "balanced":
+    if level is not None:
         raise InputError(f"--level {level} is one of a plan's, and no --plan is given")
     if policy is not None:
         from dejavu.embedded import CALIBRATION_TEXT
@@ -75,6 +75,15 @@ def selector(
             lambda: [w[:-1] for w in text_windows(loaded, [CALIBRATION_TEXT], None, 16)],
         )
     return None
+
+
+def level_name(plan: str | None, level: str | None) -> str | None:
+    """What `--level` stands for: itself, else the plan's default; None without a plan."""
+    if plan is None or level is not None:
+        return level
+    from dejavu.predictor.plan import load_plan
+
+    return load_plan(plan).default_level
 
 
 def texts(paths: list[Path] | None, default: Path) -> list[Path]:

@@ -17,7 +17,7 @@ def run_suite(
     model: str,
     *,
     plan: str | None,
-    level: str,
+    level: str | None,
     policy: str | None,
     data: Path | None,
     out: Path | None,
@@ -85,7 +85,7 @@ def run_suite(
     write_json({"suite": suite, "model": model, **result}, json_file)
 
 
-def _selection(plan: str | None, level: str, policy: str | None) -> dict[str, Any]:
+def _selection(plan: str | None, level: str | None, policy: str | None) -> dict[str, Any]:
     """What selects, so that a journal can tell runs apart."""
     if plan is None:
         return {"policy": policy}
@@ -100,7 +100,7 @@ def _selection(plan: str | None, level: str, policy: str | None) -> dict[str, An
         for matrix in (source.predictor.first, source.predictor.second):
             content.update(matrix.data.float().numpy().tobytes())
         content.update(source.predictor.bias.numpy().tobytes())
-    return {"plan": plan, "level": level, "sha256": content.hexdigest()}
+    return {"plan": plan, "level": level or loaded.default_level, "sha256": content.hexdigest()}
 
 
 def _tasks_table(result: dict[str, Any]) -> Table:

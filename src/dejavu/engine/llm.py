@@ -23,7 +23,6 @@ from dejavu.sparsity.policy import Selector
 from dejavu.weights.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
-DEFAULT_LEVEL = "balanced"
 
 
 class LLM:
@@ -40,7 +39,7 @@ class LLM:
         model: str | os.PathLike[str] | LoadedModel,
         plan: str | os.PathLike[str] | None = None,
         *,
-        level: str = DEFAULT_LEVEL,
+        level: str | None = None,
         policy: Selector | None = None,
         device: str | None = None,
         dtype: str = "auto",
@@ -54,7 +53,8 @@ class LLM:
         """Load a model, and its sparsity plan if one is given; without one it runs dense.
 
         model: folder, GGUF file, Hub id, or what `load_model` returned.
-        plan, level: what `dejavu prepare` made (folder or Hub id), and which loss it may cost.
+        plan, level: what `dejavu prepare` made (folder or Hub id), and which loss it may cost;
+            default: the plan's own.
         policy: a selector of your own, in place of a plan.
         device: cpu (the default), cuda or cuda:N; of a loaded model: where it is.
         dtype: of the weights: auto (the file's), fp32, bf16, int8 (CPU) or fp16 (GPU).
@@ -72,7 +72,7 @@ class LLM:
         """
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
-        if plan is None and level != DEFAULT_LEVEL:
+        if plan is None and level is not None:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
         flash = None
         if bundle is not None and memory_limit is None:

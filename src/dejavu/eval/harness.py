@@ -22,7 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from dejavu.embedded import CALIBRATION_TEXT
-from dejavu.engine.llm import DEFAULT_LEVEL, LLM
+from dejavu.engine.llm import LLM
 from dejavu.engine.params import SamplingParams
 from dejavu.errors import InputError
 from dejavu.eval.pairs import Pair, PairEncoder, cut, rolling
@@ -50,7 +50,7 @@ class DejavuLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         self,
         pretrained: str,
         plan: str | None = None,
-        level: str = DEFAULT_LEVEL,
+        level: str | None = None,
         policy: str | None = None,
         prompts: str = "dense",
         dtype: str = "auto",
@@ -72,7 +72,7 @@ class DejavuLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         super().__init__()
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
-        if plan is None and level != DEFAULT_LEVEL:
+        if plan is None and level is not None:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
         if threads is not None:
             import torch

@@ -112,22 +112,25 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """calibration: what text, how much, which options. report: figures of every layer."""
+    """calibration: what text, how much, which options. report: figures of every layer.
+    default_level: what runs where nobody asks for a level."""
 
     base: BaseModel
     levels: dict[str, Level]
     predictors: dict[Key, Source]
     calibration: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
+    default_level: str = DEFAULT_LEVEL
 
-    def level(self, name: str) -> Level:
-        """A level by name. Raises PlanError listing those that exist."""
+    def level(self, name: str | None = None) -> Level:
+        """A level by name; None: the plan's default. Raises PlanError listing those that exist."""
+        name = self.default_level if name is None else name
         if name not in self.levels:
             raise unknown("level", name, self.levels, PlanError)
         return self.levels[name]
 
-    def selector(self, loaded: LoadedModel, level: str = DEFAULT_LEVEL) -> MeteredSelector:
-        """The selector of a level for a loaded model.
+    def selector(self, loaded: LoadedModel, level: str | None = None) -> MeteredSelector:
+        """The selector of a level, by default the plan's own, for a loaded model.
 
         Raises PlanError for another model than the plan's. The same source in another dtype is
         fine, with a warning that names both.
@@ -149,8 +152,8 @@ class Plan:
         if chosen.inputs:
             if loaded.model.device.type != "cpu":
                 raise PlanError(
-                    f"level {level} of this plan skips input channels, which runs on the CPU only; "
-                    "use --device cpu or the level exact"
+                    f"level {level or self.default_level} of this plan skips input channels, which "
+                    "runs on the CPU only; use --device cpu or the level exact"
                 )
             return InputSelector(loaded.model, chosen.inputs)
         return self.choices(chosen, loaded.model.config, loaded.model.device)
@@ -178,6 +181,7 @@ class Plan:
             content = {
                 "format_version": FORMAT_VERSION,
                 "base_model": asdict(self.base),
+                "default_level": self.default_level,
                 "levels": {name: asdict(level) for name, level in self.levels.items()},
                 "predictors": {
                     _name(key): {
@@ -222,11 +226,14 @@ def load_plan(source: str | os.PathLike[str]) -> Plan:
         distances = {name: float(e["distance"]) for name, e in content["predictors"].items()}
         expected = content["sha256"][PREDICTORS_FILE]
         calibration, report = content["calibration"], content["report"]
+        default = str(content.get("default_level", DEFAULT_LEVEL))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"{path}: a field is missing or wrong ({error!r})") from error
     predictors = _read_predictors(folder / PREDICTORS_FILE, expected, distances, base)
     _check_levels(path, base, levels, predictors)
-    return Plan(base, levels, predictors, calibration, report)
+    if "default_level" in content and default not in levels:
+        raise PlanError(f"{path}: default_level is {default!r}, which is no level of it")
+    return Plan(base, levels, predictors, calibration, report, default)
 
 
 def _name(key: Key) -> str:

@@ -64,6 +64,7 @@ class ServedModel:
             max_model_len=self.engine.max_model_len,
             chat=self.codec.can_chat,
             sparsity=self.choices,
+            level=self.level,
             shape=ModelShape(
                 layers=c.num_hidden_layers,
                 neurons=c.intermediate_size,
@@ -125,5 +126,5 @@ def serve_model(
         cache_bytes=cache_bytes,
         prefill_chunk=settings.prefill_chunk,
     )
-    level = DENSE if plan is None else entry.level
+    level = DENSE if plan is None else entry.level or plan.default_level
     return ServedModel(entry.name, loaded, codec, engine, level, plan)

@@ -146,7 +146,8 @@ class ModelShape(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that can be asked. sparsity: the values that requests may name."""
+    """A model that can be asked. sparsity: the values that requests may name; level: what `plan`
+    and no value mean."""
 
     id: str
     object: Literal["model"] = "model"
@@ -155,6 +156,7 @@ class ModelCard(BaseModel):
     max_model_len: int
     chat: bool
     sparsity: list[str]
+    level: str
     shape: ModelShape
 
 

@@ -12,13 +12,14 @@ from dejavu.errors import InputError
 
 
 class ModelEntry(BaseModel):
-    """A model under a name. source, plan: folder, GGUF file, Hub id or embedded name."""
+    """A model under a name. source, plan: folder, GGUF file, Hub id or embedded name. level: what
+    a request gets that asks for none; default: the plan's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(min_length=1)
     source: str
     plan: str | None = None
-    level: str = "balanced"
+    level: str | None = None
     dtype: str = "auto"
     bundle: str | None = None
 

@@ -23,7 +23,7 @@ async function load() {
 function choose() {
   const chosen = model();
   const levels = chosen.sparsity.filter((name) => name !== "dense" && name !== "plan");
-  $("level").replaceChildren(...levels.map((name) => new Option(name, name, name === "balanced", name === "balanced")));
+  $("level").replaceChildren(...levels.map((name) => new Option(name, name, name === chosen.level, name === chosen.level)));
   const planned = levels.length > 0;
   $("level").disabled = !planned;
   for (const radio of document.querySelectorAll("input[name=mode]")) {
