@@ -202,6 +202,8 @@ def test_graphs_write_what_eager_steps_write(model_type: str, tiny: Callable[...
 def test_selections_swing_from_none_to_all(model_type: str, tiny: Callable[..., Tiny]) -> None:
     model = load_model(tiny(model_type).path, device="cuda").model
     runner = Runner(model, lambda captured: (Thresholded if captured else Eager)(model), 4)
+    for step_of in runner.steps:
+        step_of.overlapped = False  # the selectors change between steps
     pairs = [runner.start(3 + n, seed=n) for n in range(4)]
     for step in range(60):
         for selector in runner.selectors:

@@ -50,7 +50,13 @@ class Runner:
     """A model, a cache with NaN in every block but the scratch one, and a step over both."""
 
     def __init__(
-        self, model: DecoderLM, rows: int, selector: Selector | None = None, *, plain: bool = False
+        self,
+        model: DecoderLM,
+        rows: int,
+        selector: Selector | None = None,
+        *,
+        plain: bool = False,
+        overlapped: bool = True,
     ) -> None:
         self.model = model
         self.cache = KVCache(model.config, rows * blocks_for(LENGTH), dtype=model.cache_dtype)
@@ -64,6 +70,7 @@ class Runner:
             self.step = DecodeStep(*arguments, max_rows=rows, max_length=LENGTH)
         else:
             self.step = GraphStep(*arguments, max_rows=rows, max_length=LENGTH, capture=self.graphs)
+            self.step.overlapped = overlapped
 
     def start(self, length: int, seed: int = 0) -> Request:
         request = Request(tuple(prompt(length, seed)), LENGTH)
@@ -189,7 +196,7 @@ def test_selections_swing_from_none_to_all(tiny: Callable[..., Tiny]) -> None:
     texts = []
     for plain in (False, True):
         selector = Swinging(model, 4)
-        runner = Runner(model, 4, selector, plain=plain)
+        runner = Runner(model, 4, selector, plain=plain, overlapped=False)  # the selector changes
         requests = [runner.start(3 + n, seed=n) for n in range(4)]
         for step in range(24):
             selector.bias.fill_((-1e4, -3.0, 0.0, 1e4)[step % 4])
@@ -203,7 +210,7 @@ def test_selections_swing_from_none_to_all(tiny: Callable[..., Tiny]) -> None:
 def test_the_trial_run_of_a_capture_is_not_counted(tiny: Callable[..., Tiny]) -> None:
     model = load_model(tiny("llama").path).model
     selector = Swinging(model, 2)
-    runner = Runner(model, 2, selector)
+    runner = Runner(model, 2, selector, overlapped=False)
     selector.bias.fill_(1e4)
     request = runner.start(3)
     for _ in range(3):

@@ -50,7 +50,7 @@ def chooser(cost: Callable[[int], Line], layers: int) -> WholeLayers:
 
 def noted(whole: WholeLayers, rows: int, listed: list[int], steps: int) -> Layers:
     for _ in range(steps):
-        whole.note(rows, np.asarray(listed))
+        whole.note(rows, np.asarray(listed), whole.of(rows))
     return whole.of(rows)
 
 

@@ -120,3 +120,15 @@ def test_pick_takes_the_lowest_of_equals_and_nothing_broken(triton_ops, entries,
     triton_ops().pick(logits, picked)
     second = int(logits[1].argmax()) if bad is None else -1
     assert picked.tolist() == [0, second, 0]
+
+
+@pytest.mark.parametrize(("bucket", "rows"), [(1, 1), (4, 3), (16, 16), (16, 1)])
+def test_follow_puts_what_was_picked_where_no_id_is_known(triton_ops, bucket, rows):
+    ids = torch.where(torch.arange(bucket) % 3 == 1, torch.arange(bucket) + 40, -1)
+    picked = torch.arange(rows) + 7
+    picked[rows // 2] = -1  # not finite
+    expected = [
+        40 + i if i % 3 == 1 else max(0, picked[min(i, rows - 1)].item()) for i in range(bucket)
+    ]
+    triton_ops().follow(ids, picked)
+    assert ids.tolist() == expected

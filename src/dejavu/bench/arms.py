@@ -115,6 +115,9 @@ class EngineArm:
         """See `Arm.decode`."""
         params = SamplingParams(max_tokens=skip + steps + 3, ignore_eos=True)
         requests = [self._engine.add(prompt, params, arm=self.info.name) for prompt in prompts]
+        if fed is not None:  # the first step feeds a token that was sampled
+            for request, ids in zip(requests, fed, strict=True):
+                request.fed = dict(enumerate(ids[: skip + steps], start=1))
         seconds, sampled = [], []
         try:
             self._engine.step()  # the prompts, and a first decode step with them

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dejavu.engine.device_sampling import draw_rows
 from dejavu.engine.lazy_rows import KeyValues, LazyRows
+from dejavu.engine.next_step import PICKED, Begun, following, may_follow
 from dejavu.engine.sampling import Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
@@ -48,6 +49,11 @@ class Picking(Protocol):
     def pick(self, logits: Tensor, out: Tensor) -> None:
         """out int64 `[N]` = each row's likeliest id of fp32 `[N, V]`; `_NOT_FINITE` where one of
         its logits is not."""
+        ...
+
+    def follow(self, ids: Tensor, picked: Tensor) -> None:
+        """Where ids, int64 `[B]`, are below 0: those picked, int64 `[N]`, row for row and from N on
+        the last one's; 0 where that is below 0, too."""
         ...
 
 
@@ -98,7 +104,13 @@ def capture_for(ops: Ops, device: torch.device) -> Capture | None:
 
 
 class GraphStep:
-    """Feeds the last token of every running request through the model and picks the next ones."""
+    """Feeds the last token of every running request through the model and picks the next ones.
+
+    overlapped: whether a step may begin before the host knows what the one before has picked, see
+    `engine.next_step`. One that nobody wants has still been counted by the selector's meter.
+    """
+
+    overlapped = True
 
     def __init__(
         self,
@@ -161,59 +173,57 @@ class GraphStep:
             layers, dtype=torch.int64, pin_memory=model.device.type == "cuda"
         )
         self._logits = torch.empty(0)
+        self._running: Begun | None = None
+        self._begun: Begun | None = None
+        self._ready: Any = None
+        if model.device.type == "cuda":
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._seats: tuple[list[Request], int] = [], 0
         self._graphs: dict[tuple[int, KeyValues, Layers], Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
 
-        Nothing waits for the device here. The result holds until the next call.
+        Nothing waits for the device here. The result holds until `pick`.
         """
+        begun, self._begun = self._begun, None
+        if begun is None or not begun.serves(requests):
+            begun = self._begin(requests, [r.token_ids[-1] for r in requests], 0)
+            assert begun is not None
+        self._running = begun
         rows = len(requests)
-        bucket = self._write(requests)
-        with on(self._model.device):
-            kind: KeyValues = "all"
-            if self._lazy is not None:
-                slots = self._inputs.host()["slots"]
-                slots[:rows] = self._lazy.seat(requests)
-                slots[rows:bucket] = slots[rows - 1]
-                kind = self._lazy.next_step(requests)
-            self._inputs.send()
-            self._model.prepare(max(r.length for r in requests))
-            whole = Layers() if self._whole is None else self._whole.of(bucket)
-            if self._capture is None:
-                logits = self._forward(bucket, kind, whole)
-            else:
-                graph = self._graphs.get((bucket, kind, whole))
-                if graph is None:
-                    graph = self._captured(bucket, kind, whole)
-                    self._graphs[bucket, kind, whole] = graph
-                logits = graph()
         if isinstance(self._selector, MeteredSelector):
             neurons = self._model.config.intermediate_size
             self._selector.meter.stepped(
-                rows, lazy=kind == "used", whole=dict.fromkeys(whole, neurons)
+                rows, lazy=begun.kind == "used", whole=dict.fromkeys(begun.whole, neurons)
             )
-        self._logits = logits[:rows]
+        self._logits = begun.logits[:rows]
         return self._logits
 
     def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
         """The next id of each row of the step that `run` began; this waits for it.
 
         None: its logits are not finite, or it has no sampler. Rows with penalties or biases, which
-        depend on their history, are fetched and sampled on the host.
+        depend on their history, are fetched and sampled on the host. Where every row goes on with
+        what the device has picked, the next step has begun when this returns.
         """
         rows = len(samplers)
-        assert rows == len(self._logits)
+        running = self._running
+        assert running is not None
+        assert rows == len(running.requests)
         with on(self._model.device):
             self._draw(samplers)
             self._fetched.copy_(self._picked, non_blocking=True)
             if self._whole is not None:
                 self._fetched_listed.copy_(self._listed, non_blocking=True)
-            if self._picked.is_cuda:
-                torch.cuda.current_stream().synchronize()
+            if self._ready is not None:
+                self._ready.record()
+            if self.overlapped and may_follow(running.requests, samplers):
+                self._begun = self._begin(running.requests, following(running.requests), 1)
+            if self._ready is not None:
+                self._ready.synchronize()
         if self._whole is not None:
-            self._whole.note(self.width(rows), self._fetched_listed.numpy())
+            self._whole.note(running.bucket, self._fetched_listed.numpy(), running.whole)
         found: list[int | None] = []
         for row, (sampler, token) in enumerate(
             zip(samplers, self._fetched[:rows].tolist(), strict=True)
@@ -222,6 +232,8 @@ class GraphStep:
                 found.append(None)
             else:
                 found.append(token if sampler.plain else sampler.sample(self.row(row)))
+        if self._begun is not None:
+            self._begun.learn(found)
         return found
 
     def row(self, row: int) -> NDArray[np.float32]:
@@ -257,13 +269,55 @@ class GraphStep:
         drawn = (device["temperature"][:rows] > 0) & (picked != _NOT_FINITE)
         picked.copy_(torch.where(drawn, ids, picked))
 
-    def _write(self, requests: Sequence[Request]) -> int:
-        """The step's inputs into the staging memory; returns the rows of the step."""
+    def _begin(self, requests: Sequence[Request], ids: list[int], more: int) -> Begun | None:
+        """Send off a step of requests that are `more` tokens longer by then. ids: that it reads;
+        `PICKED`: what the step before picks for the row. None where that one has no graph yet."""
         rows = len(requests)
-        bucket = self.width(rows)
+        lengths = [r.length + more for r in requests]
+        with on(self._model.device):
+            bucket = self.width(rows)
+            kind: KeyValues = "all"
+            if self._lazy is not None:
+                kind = self._lazy.kind(requests)
+            whole = Layers() if self._whole is None else self._whole.of(bucket)
+            if more and (bucket, kind, whole) not in self._graphs:
+                return None
+            self._write(requests, bucket, ids, lengths)
+            if self._lazy is not None:
+                slots = self._inputs.host()["slots"]
+                slots[:rows] = self._lazy.seat(requests)
+                slots[rows:bucket] = slots[rows - 1]
+                self._lazy.stepped(requests, kind)
+            self._inputs.send()
+            if PICKED in ids:
+                self._follow(bucket, rows)
+            self._model.prepare(max(lengths))
+            if self._capture is None:
+                logits = self._forward(bucket, kind, whole)
+            else:
+                graph = self._graphs.get((bucket, kind, whole))
+                if graph is None:
+                    graph = self._captured(bucket, kind, whole)
+                    self._graphs[bucket, kind, whole] = graph
+                logits = graph()
+        return Begun(list(requests), lengths, ids, bucket, kind, whole, logits)
+
+    def _follow(self, bucket: int, rows: int) -> None:
+        """Put what was picked where ids are `PICKED`."""
+        ids, picked = self._inputs.device["ids"][:bucket], self._picked[:rows]
+        if isinstance(self._ops, Picking):
+            self._ops.follow(ids, picked)
+        else:
+            padded = torch.cat([picked, picked[-1:].expand(bucket - rows)]).clamp_min(0)
+            ids.copy_(torch.where(ids < 0, padded, ids))
+
+    def _write(
+        self, requests: Sequence[Request], bucket: int, ids: list[int], lengths: list[int]
+    ) -> None:
+        """A step's inputs into the staging memory."""
+        rows = len(requests)
         host = self._inputs.host()
-        lengths = [r.length for r in requests]
-        host["ids"][:rows] = [r.token_ids[-1] for r in requests]
+        host["ids"][:rows] = ids
         host["lengths"][:rows] = lengths
         host["positions"][:rows] = [length - 1 for length in lengths]
         if self._seats != (list(requests), bucket):
@@ -277,7 +331,6 @@ class GraphStep:
             self._seats = list(requests), bucket
         for name in ("ids", "positions", "lengths"):
             host[name][rows:bucket] = host[name][rows - 1]
-        return bucket
 
     def _captured(self, rows: int, kind: KeyValues, whole: Layers) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""

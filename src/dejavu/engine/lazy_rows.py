@@ -42,16 +42,20 @@ class LazyRows:
                     self._kv.clear(self._slots[request])
         return [self._slots[request] for request in requests]
 
-    def next_step(self, requests: Sequence[Request]) -> KeyValues:
-        """What a step of these rows does; it counts as done."""
-        most = max(self._since[request] for request in requests)
+    def kind(self, requests: Sequence[Request]) -> KeyValues:
+        """What the next step of these rows does."""
+        most = max(self._since.get(request, 0) for request in requests)
         if len(requests) <= MOST_ROWS and most < RING - 1:
+            return "used"
+        return "owed" if most else "all"
+
+    def stepped(self, requests: Sequence[Request], kind: KeyValues) -> None:
+        """A step of these rows, which are seated, did that."""
+        if kind == "used":
             for request in requests:
                 self._since[request] += 1
-            return "used"
-        # All rows together, so that they come due together from then on.
-        self._since.update(dict.fromkeys(requests, 0))
-        return "owed" if most else "all"
+        else:  # all rows together, so that they come due together from then on
+            self._since.update(dict.fromkeys(requests, 0))
 
     def deferral(self, kind: KeyValues, slots: Tensor) -> Deferral | None:
         """For the forward of such a step. slots: int32 `[B]`."""

@@ -8,6 +8,7 @@ their order. No torch here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -55,6 +56,8 @@ class Request:
         cannot tell).
     logprobs, prompt_logprobs: of the answer's tokens, and of the prompt's from the second on; empty
         unless its params ask for them.
+    fed: by place in the answer, tokens that its owner puts there in place of sampled ones (for
+        measurements), told ahead so that a step may begin before the one ahead of it has ended.
     computed: prompt tokens in the cache, up to the last piece, which brings the first token.
     created, waited: `perf_counter` at its making, and seconds from then to its admission.
     prefill_seconds, decode_seconds: up to the first token (without waiting), and from it to the
@@ -71,6 +74,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     activity: list[tuple[LayerActivity, ...]] = field(default_factory=list)
+    fed: Mapping[int, int] = field(default_factory=dict)
     blocks: list[int] = field(default_factory=list)
     done: bool = False
     finish_reason: FinishReason | None = None

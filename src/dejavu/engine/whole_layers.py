@@ -68,10 +68,12 @@ class WholeLayers:
         found = self._buckets.get(rows)
         return Layers() if found is None else found.chosen
 
-    def note(self, rows: int, listed: NDArray[np.int64]) -> None:
-        """A step of a bucket, with the layers of `of` whole, listed so many neurons in each; what
-        it says of whole layers does not count."""
+    def note(self, rows: int, listed: NDArray[np.int64], whole: Layers) -> None:
+        """A step of a bucket, with some layers whole, listed so many neurons in each; what it says
+        of whole layers does not count, nor does a step that began before the latest choice."""
         bucket = self._buckets.setdefault(rows, _Bucket(self._cost(rows)))
+        if whole != bucket.chosen:
+            return
         shares = listed / self._neurons
         if bucket.steps == _PROBE:
             bucket.steps, bucket.chosen = 0, Layers()

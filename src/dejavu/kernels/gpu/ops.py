@@ -16,7 +16,7 @@ from dejavu.kernels.gpu.beside import Rider
 from dejavu.kernels.gpu.heads import HeadOps
 from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
 from dejavu.kernels.gpu.norm import norm_kernel
-from dejavu.kernels.gpu.pick import pick_kernel
+from dejavu.kernels.gpu.pick import follow_kernel, pick_kernel
 from dejavu.kernels.gpu.rows import first_kernel, project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
 from dejavu.kernels.gpu.sums import sum_rows_kernel
@@ -157,6 +157,15 @@ class TritonOps(HeadOps):
         self._launch(
             pick_kernel, (rows,), logits, out, entries,
             BLOCK=min(_PICKED, power_of_two(entries)), num_warps=16,
+        )  # fmt: skip
+
+    def follow(self, ids: Tensor, picked: Tensor) -> None:
+        """Where ids, int64 `[B]`, are below 0: those picked, int64 `[N]`, row for row and from N on
+        the last one's; 0 where that is below 0, too."""
+        bucket = len(ids)
+        self._launch(
+            follow_kernel, (1,), ids, picked, len(picked), bucket,
+            BLOCK=power_of_two(bucket), num_warps=1,
         )  # fmt: skip
 
     def tally(

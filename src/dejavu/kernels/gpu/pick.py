@@ -29,3 +29,14 @@ def pick_kernel(logits, picked, entries, BLOCK: tl.constexpr, PDL: tl.constexpr)
     first = tl.min(tl.where(best == tl.max(best, axis=0), at, entries), axis=0)
     picked_here = tl.where(tl.max(broken, axis=0) > 0, -1, first)
     tl.store(picked + row, picked_here.to(tl.int64))
+
+
+@triton.jit
+def follow_kernel(ids, picked, rows, bucket, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """See `TritonOps.follow`; one program."""
+    begin(PDL)
+    row = tl.arange(0, BLOCK)
+    inside = row < bucket
+    known = tl.load(ids + row, mask=inside, other=0)
+    token = tl.load(picked + tl.minimum(row, rows - 1), mask=inside, other=0)
+    tl.store(ids + row, tl.where(known < 0, tl.maximum(token, 0), known), mask=inside)
