@@ -11,6 +11,7 @@ graph of a later step: there is one for each set of layers that are computed who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -54,6 +55,15 @@ class Picking(Protocol):
     def follow(self, ids: Tensor, picked: Tensor) -> None:
         """Where ids, int64 `[B]`, are below 0: those picked, int64 `[N]`, row for row and from N on
         the last one's; 0 where that is below 0, too."""
+        ...
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """Ops whose norms may wait for the kernel after them."""
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Within, they do: nothing reads a norm's result but these ops."""
         ...
 
 
@@ -358,7 +368,10 @@ class GraphStep:
             if self._lazy is None
             else self._lazy.deferral(kind, device["slots"][:rows]),
         )
-        logits = self._model.forward(batch, self._cache, self._selector, self._ops)
+        # A selector fit for a graph works through the ops alone.
+        deferring = self._capture is not None and isinstance(self._ops, Deferring)
+        with self._ops.deferring() if deferring else nullcontext():
+            logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         if self._whole is not None and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu.kernels.gpu.launch import Launcher
+from dejavu.kernels.gpu.norming import Norming
 from dejavu.kernels.gpu.tuning import power_of_two
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Projection, T
@@ -44,7 +44,7 @@ class Rider:
     done: bool = False
 
 
-class Riding(Launcher):
+class Riding(Norming):
     """fuse: whether work ahead rides along where it can; else all of it is a branch."""
 
     fuse = True
