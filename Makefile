@@ -54,6 +54,8 @@ results: $(STAMP)
 		--json $(RESULTS)/eval-careful-decode.json
 	$(BIN)/dejavu eval relu-30m --plan relu-30m --level balanced --through decode \
 		-n 12288 --json $(RESULTS)/eval-decode.json
+	$(BIN)/dejavu eval relu-30m --plan relu-30m --level fast -n 12288 \
+		--json $(RESULTS)/eval-fast.json
 	$(BIN)/dejavu measure relu-30m --windows 16 --plots docs/plots --json $(RESULTS)/measure.json
 	$(BIN)/dejavu bench relu-30m --plan relu-30m --peers transformers,ctranslate2 \
 		--new-tokens 128 --repeats 9 --json $(RESULTS)/bench-relu-30m.json
