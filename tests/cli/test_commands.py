@@ -86,6 +86,7 @@ def test_generate_several_with_the_plan(tmp_path: Path) -> None:
     )
     assert [len(c["token_ids"]) for c in found["completions"]] == [5, 5]
     assert 0.0 < found["completions"][0]["density"] < 0.9
+    assert found["whole_layers"] == 0.0  # a CPU always chooses
 
 
 def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:

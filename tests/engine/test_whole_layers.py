@@ -189,6 +189,9 @@ def test_steps_compute_whole_what_is_cheaper(
         torch.testing.assert_close(found, expected)
         assert whole.of(rows) == (Layers() if step < 3 else {1})
     assert ours.graphs.captures == 2
+    share = 2 / 6 / model.config.num_hidden_layers
+    assert chosen.meter.whole_share() == pytest.approx(share)
+    assert turned.meter.whole_share() == 0.0
     every = model.config.intermediate_size
     mine, (listed, active) = chosen.reads()[1], before[1]
     assert listed is not None

@@ -27,6 +27,7 @@ def chat(
     threads: options.Threads = None,
     memory_limit: options.MemoryLimit = None,
     bundle: options.Bundle = None,
+    whole_layers: options.WholeLayers = True,
 ) -> None:
     """Talk to a model that has a chat template; an empty line or Ctrl-D ends.
 
@@ -47,6 +48,7 @@ def chat(
         threads=threads,
         memory_limit=memory_limit,
         bundle=bundle,
+        whole_layers=whole_layers,
     )
     params = options.sampling_params(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, None

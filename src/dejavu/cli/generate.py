@@ -32,6 +32,7 @@ def generate(
     memory_limit: options.MemoryLimit = None,
     bundle: options.Bundle = None,
     lazy_kv: options.LazyKV = False,
+    whole_layers: options.WholeLayers = True,
     json_file: options.Json = None,
 ) -> None:
     """Continue one prompt (streamed) or several at once.
@@ -64,6 +65,7 @@ def generate(
         memory_limit=memory_limit,
         bundle=bundle,
         lazy_kv=lazy_kv,
+        whole_layers=whole_layers,
     )
     quiet = json_file is not None and str(json_file) == "-"
     if len(prompts) == 1 and json_file is None:
@@ -76,5 +78,11 @@ def generate(
         for text, completion in zip(prompts, completions, strict=True):
             print(f"{text}{completion.text}\n" if len(prompts) > 1 else completion.text)
     write_json(
-        {"model": model, "plan": plan, "completions": [c.to_json() for c in completions]}, json_file
+        {
+            "model": model,
+            "plan": plan,
+            "whole_layers": llm.engine.whole_share(),
+            "completions": [c.to_json() for c in completions],
+        },
+        json_file,
     )

@@ -53,6 +53,14 @@ LazyKV = Annotated[
         help="GPU: keys and values of unused heads are computed when the head is next used.",
     ),
 ]
+WholeLayers = Annotated[
+    bool,
+    typer.Option(
+        "--whole-layers/--no-whole-layers",
+        help="GPU: compute MLPs whole where a plan's choice would be slower, mostly of several "
+        "prompts at once. Off, a text depends on the plan alone.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", min=1, help="Threads; default: all cores.")
 ]

@@ -195,6 +195,12 @@ class Engine:
         meter = self._meters.get(arm)
         return None if meter is None else meter.density(self._model.config.intermediate_size)
 
+    def whole_share(self, arm: str = DEFAULT_ARM) -> float | None:
+        """Share of the MLPs of an arm's decode steps since the engine was last idle that
+        `engine.whole_layers` had computed whole; None where the selector does not count."""
+        meter = self._meters.get(arm)
+        return None if meter is None else meter.whole_share()
+
     @property
     def free_blocks(self) -> int:
         """Of the `cache_blocks` blocks of the cache."""

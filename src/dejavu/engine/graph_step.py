@@ -369,8 +369,9 @@ class GraphStep:
             else self._lazy.deferral(kind, device["slots"][:rows]),
         )
         # A selector fit for a graph works through the ops alone.
-        deferring = self._capture is not None and isinstance(self._ops, Deferring)
-        with self._ops.deferring() if deferring else nullcontext():
+        ops = self._ops
+        alone = self._capture is not None
+        with ops.deferring() if alone and isinstance(ops, Deferring) else nullcontext():
             logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         if self._whole is not None and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)

@@ -140,6 +140,9 @@ class _Gauges(Collector):
         drift = gauge(
             "density_drift", "Density of neurons less that of the plan's calibration.", "level"
         )
+        whole = gauge(
+            "whole_layers", "Share of the MLPs computed whole, as cheaper than choosing.", "level"
+        )
         read = gauge("step_bytes", "Weight bytes that a decode step read.", "level")
         for one in self._served:
             engine = one.engine
@@ -154,10 +157,11 @@ class _Gauges(Collector):
                 neurons, heads = densities(one, selector)
                 density.add_metric([one.name, level, "neurons"], neurons)
                 density.add_metric([one.name, level, "heads"], heads)
+                whole.add_metric([one.name, level], selector.meter.whole_share())
                 read.add_metric([one.name, level], bytes_read(one, selector, steps))
                 if (calibrated := _calibrated(one, level)) is not None:
                     drift.add_metric([one.name, level], neurons - calibrated)
-        yield from (running, waiting, blocks, density, drift, read)
+        yield from (running, waiting, blocks, density, drift, whole, read)
 
 
 def densities(served: ServedModel, selector: MeteredSelector) -> tuple[float, float]:

@@ -61,6 +61,11 @@ class Meter:
         """Share of the steps since the last reset in which a layer's MLP was not computed whole."""
         return 1.0 - float(self._whole[layer, 3]) / max(self._steps, 1)
 
+    def whole_share(self) -> float:
+        """Share of the MLPs of all steps since the last reset that were computed whole in place of
+        choosing from them."""
+        return float(self._whole[:, 3].mean()) / max(self._steps, 1)
+
     def reset(self) -> None:
         """Start anew."""
         for counter in self._counters.values():
