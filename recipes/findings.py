@@ -52,11 +52,12 @@ from dejavu.weights.tokenizer import load_tokenizer
 MODEL, WINDOW, RANK = "relu-30m", 512, 128
 MEASURED = 2  # windows that the two-pass experiment reads
 DENSITIES = (0.5, 0.2, 0.1)
-TRAINED, HELD, JUDGED = 16_384, 4_096, 8_192  # tokens
+TRAINED, HELD, JUDGED = 16_384, 2_048, 8_192  # tokens
 AMOUNTS = (1_024, 4_096, 16_384)
 DISTANCES = (0.0, 0.5, 1.0)
 DENSITY = 0.14  # of the neurons, at which predictors are compared: about that of `balanced`
 DRIFT_TOKENS = 4_096
+LEVEL = "balanced"  # of the embedded plan: `prepare` reports what it was calibrated to, by layer
 _SPOKEN = re.compile(r"^[A-Z][A-Za-z]{0,10}: ")
 
 
@@ -200,13 +201,13 @@ class Study:
         return high
 
     def drift(self, kind: str) -> dict[str, Any]:
-        """The embedded plan's default level on a kind of text, as a server would see it."""
+        """The embedded plan on a kind of text, as a server would see it."""
         path, preset = self._kinds()[kind]
         text = read_text(
             path, self.tokenizer, WINDOW, preset, window=WINDOW, max_tokens=DRIFT_TOKENS
         )
         plan = load_plan(MODEL)
-        found = compare(self.loaded.model, text, plan.selector(self.loaded))
+        found = compare(self.loaded.model, text, plan.selector(self.loaded, LEVEL))
         assert found.reads is not None
         return {
             "kind": kind,
@@ -218,9 +219,9 @@ class Study:
             "agreement": found.agreement,
             "density": found.reads.neuron_density,
             "densities": found.reads.neurons,
-            "planned_density": plan.level("balanced").report["neuron_density"],
+            "planned_density": plan.level(LEVEL).report["neuron_density"],
             "planned_densities": [
-                plan.level("balanced").report["layers"][f"neurons.{n}"]["density"]
+                plan.level(LEVEL).report["layers"][f"neurons.{n}"]["density"]
                 for n in range(self.config.num_hidden_layers)
             ],
         }
@@ -258,11 +259,11 @@ def results(study: Study, pieces: Pieces) -> dict[str, Any]:
     trained += [(tokens, 0.0) for tokens in AMOUNTS if tokens != TRAINED]
     content: dict[str, Any] = {"model": MODEL, "predicted": [], "drift": [], "missing": []}
     todo: list[tuple[str, str, Callable[[], Any]]] = [("contexts", "contexts", study.contexts)]
+    todo += [(f"drift {kind}", "drift", partial(study.drift, kind)) for kind in KINDS]
     todo += [
         (f"predicted {tokens} {far:g}", "predicted", partial(study.predicted, tokens, far))
         for tokens, far in trained
     ]
-    todo += [(f"drift {kind}", "drift", partial(study.drift, kind)) for kind in KINDS]
     for name, part, make in todo:
         try:
             found = pieces.kept(name, make)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dejavu.cli import options
+from dejavu.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,6 +123,50 @@ def level(
         console().print(levels_table(made))
         print(out)
     write_json({"level": name, **asdict(made.level(name))}, json_file)
+
+
+@app.command()
+def count(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Its config is read, no weights.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="A named shape, as of `dejavu bench`.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the weights: fp32, bf16, fp16 or int8.")
+    ] = "int8",
+    bits: Annotated[int, typer.Option("--bits", help="Of the predictors: 4, or 8 on a GPU.")] = 4,
+    json_file: options.Json = None,
+) -> None:
+    """Count what predictors of the default recipe would read, against the whole model.
+
+    Every layer at the largest rank that `prepare` would try; nothing is loaded or trained.
+
+    Example:
+
+      dejavu plan count --shape opt-6.7b
+    """
+    from dataclasses import asdict
+
+    from dejavu.cli.output import quiet, write_json
+    from dejavu.cli.sources import model_shape
+    from dejavu.kernels.matrix import WEIGHT_DTYPES
+    from dejavu.predictor.counting import predictor_share
+    from dejavu.predictor.options import PrepareOptions
+    from dejavu.registry import unknown
+
+    if dtype not in WEIGHT_DTYPES:
+        raise unknown("dtype", dtype, WEIGHT_DTYPES, InputError)
+    found = predictor_share(model_shape(model, shape), PrepareOptions(bits=bits), dtype)
+    if not quiet(json_file):
+        print(
+            f"predictors of rank {found.ranks[-1]} in {bits} bits: "
+            f"{found.predictor_bytes / 1e6:.1f} MB, {found.share:.2%} of the "
+            f"{found.dense_bytes / 1e6:.0f} MB that a dense step reads in {dtype}"
+        )
+    what = {"model": model, "shape": shape, "dtype": dtype, "bits": bits}
+    write_json(what | asdict(found) | {"share": found.share}, json_file)
 
 
 @app.command()
