@@ -141,13 +141,18 @@ class Side:
     """Requests of a model, stepped together."""
 
     def __init__(
-        self, model: DecoderLM, selector: PlanSelector | Turned, rows: int, whole: WholeLayers
+        self,
+        model: DecoderLM,
+        selector: PlanSelector | Turned,
+        rows: int,
+        whole: WholeLayers | None,
+        heads: WholeLayers | None = None,
     ) -> None:
         self.selector, self.graphs = selector, Graphs()
         cache = KVCache(model.config, rows * blocks_for(LENGTH))
         self.step = GraphStep(
             model, cache, selector, TorchOps(), max_rows=rows, max_length=LENGTH,
-            capture=self.graphs, whole_layers=whole,
+            capture=self.graphs, whole_layers=whole, whole_heads=heads,
         )  # fmt: skip
         self.requests = []
         for seed in range(rows):
@@ -176,7 +181,8 @@ def test_steps_compute_whole_what_is_cheaper(
     model = load_model(tiny("opt").path).model
     shifts = {0: -1.0, 1: 2.0}
     chosen, turned = plan(model, shifts, distance), Turned(plan(model, shifts, distance))
-    whole = WholeLayers(lambda rows: Line(1.5), model.config.intermediate_size, chosen.predicted)
+    predicted = chosen.predicted(Site.NEURONS)
+    whole = WholeLayers(lambda rows: Line(1.5), model.config.intermediate_size, predicted)
     ours, theirs = (Side(model, selector, rows, whole) for selector in (chosen, turned))
     for step in range(6):
         if step == 4:
@@ -209,10 +215,60 @@ def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) 
     selector = plan(model, {1: 4.0})
     side = Side(model, selector, 2, WholeLayers(lambda rows: Line(1.5), 1, ()))
     side.play()
-    listed = torch.zeros(2, dtype=torch.int64)
-    selector.count_listed(2, out=listed)
+    found = torch.zeros(2, 2, dtype=torch.int64)
+    selector.count_listed(2, out=found)
+    listed, heads = found
+    assert heads.tolist() == [0, 0]
     assert listed[0] == 0
     assert 0 < listed[1] <= model.config.intermediate_size
+
+
+def with_heads(model: DecoderLM, shifts: dict[int, float]) -> PlanSelector:
+    """Predictors of heads alone; a layer's shift says how many pass."""
+    c = model.config
+    generator = torch.Generator().manual_seed(6)
+    choices: dict[Key, Choice] = {}
+    for layer, shift in shifts.items():
+        first, second = (
+            Matrix(torch.randn(shape, generator=generator) * shape[1] ** -0.5)
+            for shape in ((8, c.hidden_size), (c.num_key_value_heads, 8))
+        )
+        bias = torch.full((c.num_key_value_heads,), shift)
+        choices[Site.HEADS, layer] = Choice(Predictor(first, second, bias))
+    return PlanSelector(c.num_hidden_layers, c.intermediate_size, choices, model.device)
+
+
+def test_all_heads_are_computed_where_nearly_all_are_used(tiny: Callable[..., Tiny]) -> None:
+    """Layer 1 uses every head: after four steps its predictor runs no more, and nothing changes."""
+    model = load_model(tiny("opt").path).model
+    shifts = {0: -1.0, 1: 1e3}
+    chosen, kept = with_heads(model, shifts), with_heads(model, shifts)
+    heads = WholeLayers(
+        lambda rows: Line(1.5), model.config.num_key_value_heads, chosen.predicted(Site.HEADS)
+    )
+    ours, theirs = Side(model, chosen, 2, None, heads), Side(model, kept, 2, None)
+    for step in range(6):
+        expected = theirs.play()
+        found = ours.play(expected.argmax(dim=1).tolist())
+        torch.testing.assert_close(found, expected)
+        assert heads.of(2) == (Layers() if step < 3 else {1})
+    assert ours.graphs.captures == 2
+    assert chosen.meter.used(Site.HEADS) == kept.meter.used(Site.HEADS)
+    assert chosen.reads() == kept.reads()
+    assert chosen.predictor_bytes < kept.predictor_bytes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+def test_what_choosing_heads_costs(rows: int) -> None:
+    """One row's choice hides; of more rows it must leave out more bytes than it costs."""
+    table = CostTable()
+    small, large = table.heads(rows, 67_000_000), table.heads(rows, 340_000_000)
+    if rows == 1:
+        assert small.at(0.99) < small.whole
+    else:
+        assert small.at(0.75) > small.whole
+        assert large.at(0.75) < large.whole
+        assert large.at(0.996) > large.whole
 
 
 @pytest.mark.cuda
@@ -240,7 +296,7 @@ def test_a_gpu_writes_the_same_text_with_layers_computed_whole(
         texts.append([r.token_ids for r in requests])
         step = engine._steps["default"]
         assert isinstance(step, GraphStep)
-        chosen = {whole for _, _, whole in step._graphs}
+        chosen = {whole for _, _, whole, _ in step._graphs}
         assert chosen == ({Layers(), Layers({1})} if whole_layers else {Layers()})
     assert sum(a != b for a, b in zip(*texts, strict=True)) <= 1
 

@@ -21,7 +21,7 @@ from dejavu.models.base import DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
 from dejavu.predictor.selector import PlanSelector
-from dejavu.sparsity.policy import Selector
+from dejavu.sparsity.policy import Selector, Site
 
 if TYPE_CHECKING:
     from dejavu.kernels.gpu.costs import CostTable
@@ -123,6 +123,7 @@ def decode_step(
         vocab_size=vocab_size,
         lazy_kv=lazy_kv,
         whole_layers=_whole_layers(model, selector, ops) if whole_layers else None,
+        whole_heads=_whole_heads(model, selector, ops) if whole_layers else None,
     )
 
 
@@ -138,5 +139,19 @@ def _whole_layers(model: DecoderLM, selector: Selector, ops: Ops) -> WholeLayers
             rows, c.intermediate_size, c.hidden_size, itemsize, gated=c.gated_mlp
         ),
         c.intermediate_size,
-        selector.predicted,
+        selector.predicted(Site.NEURONS),
+    )
+
+
+def _whole_heads(model: DecoderLM, selector: Selector, ops: Ops) -> WholeLayers | None:
+    """Chooses by the costs of reading a model's query and output projections."""
+    if not isinstance(ops, Priced) or not isinstance(selector, PlanSelector):
+        return None
+    table: CostTable = ops.costs
+    c, q = model.config, model.weights.blocks[0].attention.q.weight
+    size = 2 * q.rows * q.columns * q.data.element_size()
+    return WholeLayers(
+        lambda rows: table.heads(rows, size),
+        c.num_key_value_heads,
+        selector.predicted(Site.HEADS),
     )

@@ -33,7 +33,7 @@ from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import KVCache, blocks_for
 from dejavu.predictor.selector import PlanSelector
 from dejavu.sparsity.meter import MeteredSelector
-from dejavu.sparsity.policy import Selector
+from dejavu.sparsity.policy import Selector, Site
 
 BUCKETS = (1, 2, 4, 8, 16)
 _NOT_FINITE = -1  # in place of the id of a row whose logits are not
@@ -135,14 +135,15 @@ class GraphStep:
         capture: Capture | None = None,
         lazy_kv: bool = False,
         whole_layers: WholeLayers | None = None,
+        whole_heads: WholeLayers | None = None,
     ) -> None:
         """Steps of up to `max_rows` sequences of up to `max_length` tokens.
 
         vocab_size: ids lie below it; default: the model's. capture: default, `capture_for` the ops.
         A selector that cannot be captured runs at every step, on just the rows there are.
         lazy_kv: keys and values of unused heads wait until they are needed, see `LazyRows`; the
-        model must have no `deferred_kv.obstacle`. whole_layers: which layers a plan's steps
-        compute whole; default: none.
+        model must have no `deferred_kv.obstacle`. whole_layers, whole_heads: of which layers a
+        plan's steps compute all neurons, or all heads; default: of none.
         """
         self._model, self._cache, self._selector, self._ops = model, cache, selector, ops
         self._vocab = model.config.vocab_size if vocab_size is None else vocab_size
@@ -177,10 +178,11 @@ class GraphStep:
         self._picked = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
         self._whole = whole_layers if isinstance(selector, PlanSelector) else None
-        layers = model.config.num_hidden_layers
-        self._listed = torch.zeros(layers, dtype=torch.int64, device=model.device)
+        self._whole_heads = whole_heads if isinstance(selector, PlanSelector) else None
+        shape = 2, model.config.num_hidden_layers  # neurons, heads
+        self._listed = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._fetched_listed = torch.zeros(
-            layers, dtype=torch.int64, pin_memory=model.device.type == "cuda"
+            shape, dtype=torch.int64, pin_memory=model.device.type == "cuda"
         )
         self._logits = torch.empty(0)
         self._running: Begun | None = None
@@ -189,7 +191,7 @@ class GraphStep:
         if model.device.type == "cuda":
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._seats: tuple[list[Request], int] = [], 0
-        self._graphs: dict[tuple[int, KeyValues, Layers], Replay] = {}
+        self._graphs: dict[tuple[int, KeyValues, Layers, Layers], Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
@@ -203,10 +205,10 @@ class GraphStep:
         self._running = begun
         rows = len(requests)
         if isinstance(self._selector, MeteredSelector):
-            neurons = self._model.config.intermediate_size
-            self._selector.meter.stepped(
-                rows, lazy=begun.kind == "used", whole=dict.fromkeys(begun.whole, neurons)
-            )
+            c = self._model.config
+            whole = {(Site.NEURONS, layer): c.intermediate_size for layer in begun.whole}
+            whole |= {(Site.HEADS, layer): c.num_key_value_heads for layer in begun.whole_heads}
+            self._selector.meter.stepped(rows, lazy=begun.kind == "used", whole=whole)
         self._logits = begun.logits[:rows]
         return self._logits
 
@@ -224,7 +226,7 @@ class GraphStep:
         with on(self._model.device):
             self._draw(samplers)
             self._fetched.copy_(self._picked, non_blocking=True)
-            if self._whole is not None:
+            if self._counts_listed:
                 self._fetched_listed.copy_(self._listed, non_blocking=True)
             if self._ready is not None:
                 self._ready.record()
@@ -232,8 +234,11 @@ class GraphStep:
                 self._begun = self._begin(running.requests, following(running.requests), 1)
             if self._ready is not None:
                 self._ready.synchronize()
+        neurons, heads = self._fetched_listed.numpy()
         if self._whole is not None:
-            self._whole.note(running.bucket, self._fetched_listed.numpy(), running.whole)
+            self._whole.note(running.bucket, neurons, running.whole)
+        if self._whole_heads is not None and running.kind == "all":
+            self._whole_heads.note(running.bucket, heads, running.whole_heads)
         found: list[int | None] = []
         for row, (sampler, token) in enumerate(
             zip(samplers, self._fetched[:rows].tolist(), strict=True)
@@ -290,7 +295,11 @@ class GraphStep:
             if self._lazy is not None:
                 kind = self._lazy.kind(requests)
             whole = Layers() if self._whole is None else self._whole.of(bucket)
-            if more and (bucket, kind, whole) not in self._graphs:
+            whole_heads = Layers()
+            if self._whole_heads is not None and kind == "all":  # else keys are owed
+                whole_heads = self._whole_heads.of(bucket)
+            key = bucket, kind, whole, whole_heads
+            if more and key not in self._graphs:
                 return None
             self._write(requests, bucket, ids, lengths)
             if self._lazy is not None:
@@ -303,14 +312,13 @@ class GraphStep:
                 self._follow(bucket, rows)
             self._model.prepare(max(lengths))
             if self._capture is None:
-                logits = self._forward(bucket, kind, whole)
+                logits = self._forward(*key)
             else:
-                graph = self._graphs.get((bucket, kind, whole))
+                graph = self._graphs.get(key)
                 if graph is None:
-                    graph = self._captured(bucket, kind, whole)
-                    self._graphs[bucket, kind, whole] = graph
+                    graph = self._graphs[key] = self._captured(*key)
                 logits = graph()
-        return Begun(list(requests), lengths, ids, bucket, kind, whole, logits)
+        return Begun(list(requests), lengths, ids, *key, logits)
 
     def _follow(self, bucket: int, rows: int) -> None:
         """Put what was picked where ids are `PICKED`."""
@@ -342,20 +350,24 @@ class GraphStep:
         for name in ("ids", "positions", "lengths"):
             host[name][rows:bucket] = host[name][rows - 1]
 
-    def _captured(self, rows: int, kind: KeyValues, whole: Layers) -> Replay:
+    def _captured(self, rows: int, kind: KeyValues, whole: Layers, whole_heads: Layers) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""
         assert self._capture is not None
         meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
         before = None if meter is None else meter.snapshot()
-        replay = self._capture(lambda: self._forward(rows, kind, whole))
+        replay = self._capture(lambda: self._forward(rows, kind, whole, whole_heads))
         if meter is not None and before is not None:
             meter.restore(before)
         return replay
 
-    def _forward(self, rows: int, kind: KeyValues, whole: Layers) -> Tensor:
+    @property
+    def _counts_listed(self) -> bool:
+        return self._whole is not None or self._whole_heads is not None
+
+    def _forward(self, rows: int, kind: KeyValues, whole: Layers, whole_heads: Layers) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
         if isinstance(self._selector, PlanSelector):
-            self._selector.whole = whole
+            self._selector.whole, self._selector.whole_heads = whole, whole_heads
         device = self._inputs.device
         if isinstance(self._selector, MeteredSelector):
             self._selector.meter.live = device["live"]
@@ -373,7 +385,7 @@ class GraphStep:
         alone = self._capture is not None
         with ops.deferring() if alone and isinstance(ops, Deferring) else nullcontext():
             logits = self._model.forward(batch, self._cache, self._selector, self._ops)
-        if self._whole is not None and isinstance(self._selector, PlanSelector):
+        if self._counts_listed and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()
         if isinstance(self._ops, Picking):

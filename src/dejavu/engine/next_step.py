@@ -31,6 +31,7 @@ class Begun:
     bucket: int
     kind: KeyValues
     whole: Layers
+    whole_heads: Layers
     logits: Tensor
 
     def learn(self, picked: Sequence[int | None]) -> None:

@@ -45,7 +45,8 @@ class Choice:
 class PlanSelector(MeteredSelector):
     """Selects by the choices of a plan's level; a place without one computes everything.
 
-    whole: layers whose MLP the next forward computes whole, as if it had no predictor: none runs.
+    whole, whole_heads: layers whose MLP, or all of whose heads, the next forward computes, as if
+    they had no predictor: none runs.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class PlanSelector(MeteredSelector):
         }
         self._buffers: dict[tuple[Site, int, int], Selection] = {}
         self.whole: frozenset[int] = frozenset()
+        self.whole_heads: frozenset[int] = frozenset()
         self._by_source: dict[int, list[Key]] = {}
         for (site, layer), choice in choices.items():
             self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
                 (site, layer)
             )
-        self._counts: dict[int, Tensor] = {}  # of all layers, so that they are added up at once
+        # By site and rows, of all layers, so that they are added up at once.
+        self._counts: dict[tuple[Site, int], Tensor] = {}
         self._brief = False
         self._started: dict[Key, Callable[[], Selection]] = {}  # of the forward under way
         self._counted: list[Callable[[], None]] = []
@@ -89,14 +92,13 @@ class PlanSelector(MeteredSelector):
     def predictor_bytes(self) -> float:  # type: ignore[override]
         """Of the predictors that ran, mean over the steps since the last reset."""
         return sum(
-            nbytes * (self.meter.choosing(layer) if site is Site.NEURONS else 1.0)
+            nbytes * self.meter.choosing(site, layer)
             for (site, layer), nbytes in self._predictor_bytes.items()
         )
 
-    @property
-    def predicted(self) -> list[int]:
-        """Layers with a predictor of neurons."""
-        return sorted(layer for site, layer in self._predictor_bytes if site is Site.NEURONS)
+    def predicted(self, site: Site) -> list[int]:
+        """Layers with a predictor of a site."""
+        return sorted(layer for of, layer in self._predictor_bytes if of is site)
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         self._start((site, layer), points, ops)
@@ -138,7 +140,7 @@ class PlanSelector(MeteredSelector):
         keys = [
             (site, layer)
             for site, layer in self._by_source.get(_point(*now), ())
-            if site is Site.HEADS or layer not in self.whole
+            if layer not in (self.whole if site is Site.NEURONS else self.whole_heads)
         ]
         if not keys:
             return
@@ -184,13 +186,14 @@ class PlanSelector(MeteredSelector):
         return neurons, heads
 
     def count_listed(self, rows: int, out: Tensor) -> None:
-        """out, int64 `[layers]` on the device: neurons that the last step of so many rows listed;
-        0 where no predictor chooses."""
-        counts = self._counts.get(rows)
-        if counts is None:
-            out.zero_()
-        else:
-            torch.sum(counts, dim=1, dtype=torch.int64, out=out)
+        """out, int64 `[2, layers]` on the device: neurons and heads that the last step of so many
+        rows listed; 0 where no predictor chooses."""
+        for site, found in zip((Site.NEURONS, Site.HEADS), out, strict=True):
+            counts = self._counts.get((site, rows))
+            if counts is None:
+                found.zero_()
+            else:
+                torch.sum(counts, dim=1, dtype=torch.int64, out=found)
 
     def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
         """The static buffers of a step of so many rows."""
@@ -200,18 +203,18 @@ class PlanSelector(MeteredSelector):
                 found = Selection.full(self._neurons, device=self._device)
             else:
                 found = Selection.empty(choice.predictor.entries, rows, device=self._device)
-                if site == Site.NEURONS:
-                    found = replace(found, counts=self._shared_counts(layer, rows, found.counts))
+                counts = self._shared_counts(site, layer, rows, found.counts)
+                found = replace(found, counts=counts)
             if site == Site.NEURONS:
                 found = self.meter.watch(layer, found)
             self._buffers[site, layer, rows] = found
         return found
 
-    def _shared_counts(self, layer: int, rows: int, counts: Tensor) -> Tensor:
+    def _shared_counts(self, site: Site, layer: int, rows: int, counts: Tensor) -> Tensor:
         """A layer's place in the counts of all layers, for its own."""
-        if rows not in self._counts:
-            self._counts[rows] = counts.new_zeros(self._layers, len(counts))
-        return self._counts[rows][layer]
+        if (site, rows) not in self._counts:
+            self._counts[site, rows] = counts.new_zeros(self._layers, len(counts))
+        return self._counts[site, rows][layer]
 
 
 def _point(site: Site, layer: int, distance: float = 0.0) -> int:

@@ -35,8 +35,8 @@ class Meter:
         self._active = zeros(1)
         self._rows = 1
         self._steps = self._lazy = 0
-        # The same three numbers of MLPs that a step computes whole, and such steps.
-        self._whole = np.zeros((layers, 4), dtype=np.int64)
+        # The same three numbers of places that a step computes whole, and such steps.
+        self._whole = {site: np.zeros((layers, 4), dtype=np.int64) for site in Site}
         self.live: Tensor | None = None
 
     def watch(self, layer: int, selection: Selection) -> Selection:
@@ -48,23 +48,25 @@ class Meter:
         self._rows = rows
         ops.tally(selection, rows, self._counters[site][layer], live=self.live)
 
-    def stepped(self, rows: int, *, lazy: bool, whole: Mapping[int, int] | None = None) -> None:
-        """A step of so many live rows ran; lazy: without k and v of unused heads. whole: layers
-        that computed all their neurons in place of selecting, with the number of these."""
+    def stepped(
+        self, rows: int, *, lazy: bool, whole: Mapping[tuple[Site, int], int] | None = None
+    ) -> None:
+        """A step of so many live rows ran; lazy: without k and v of unused heads. whole: sites and
+        layers that computed all their entries in place of selecting, with the number of these."""
         self._rows = rows
         self._steps += 1
         self._lazy += lazy
-        for layer, neurons in (whole or {}).items():
-            self._whole[layer] += neurons, neurons * rows, rows, 1
+        for (site, layer), entries in (whole or {}).items():
+            self._whole[site][layer] += entries, entries * rows, rows, 1
 
-    def choosing(self, layer: int) -> float:
-        """Share of the steps since the last reset in which a layer's MLP was not computed whole."""
-        return 1.0 - float(self._whole[layer, 3]) / max(self._steps, 1)
+    def choosing(self, site: Site, layer: int) -> float:
+        """Share of the steps since the last reset in which a place was not computed whole."""
+        return 1.0 - float(self._whole[site][layer, 3]) / max(self._steps, 1)
 
     def whole_share(self) -> float:
         """Share of the MLPs of all steps since the last reset that were computed whole in place of
         choosing from them."""
-        return float(self._whole[:, 3].mean()) / max(self._steps, 1)
+        return float(self._whole[Site.NEURONS][:, 3].mean()) / max(self._steps, 1)
 
     def reset(self) -> None:
         """Start anew."""
@@ -72,7 +74,8 @@ class Meter:
             counter.zero_()
         self._active.zero_()
         self._steps = self._lazy = 0
-        self._whole.fill(0)
+        for whole in self._whole.values():
+            whole.fill(0)
 
     def snapshot(self) -> list[Tensor]:
         """The counts as they are, for `restore`."""
@@ -108,7 +111,7 @@ class Meter:
         never selected has read everything.
         """
         found = []
-        all_active = self._whole[:, 0]
+        all_active = self._whole[Site.NEURONS][:, 0]
         for neurons, active, heads in zip(
             self._counted(Site.NEURONS),
             (self._active[:, 0].cpu().numpy() + all_active).tolist(),
@@ -131,9 +134,7 @@ class Meter:
 
     def _counted(self, site: Site) -> list[list[int]]:
         """Entries read, entries used, rows, by layer."""
-        counted: NDArray[np.int64] = self._counters[site].cpu().numpy()
-        if site is Site.NEURONS:
-            counted = counted + self._whole[:, :3]
+        counted: NDArray[np.int64] = self._counters[site].cpu().numpy() + self._whole[site][:, :3]
         found: list[list[int]] = counted.tolist()
         return found
 

@@ -62,6 +62,8 @@ class _Rule(NamedTuple):
 _WHOLE = {True: _Rule(8.0, 0.235), False: _Rule(20.0, 0.235)}
 _LISTED = {True: _Rule(12.0, 0.238), False: _Rule(60.0, 0.265)}
 _CHOOSING = {True: _Rule(8.0, 0.004), False: _Rule(20.0, 0.004)}  # a megabyte of the MLP
+# Of heads: small matrices, one row's beside other work.
+_CHOOSING_HEADS = {True: 0.0, False: 12.0}
 
 
 def _guess(rows: int, size: int) -> MLPCost:
@@ -113,6 +115,12 @@ class CostTable:
         found = self.costs.get(key(rows, neurons, width, itemsize, gated=gated))
         size = (3 if gated else 2) * neurons * width * itemsize
         return _guess(rows, size) if found is None else found
+
+    def heads(self, rows: int, size: int) -> MLPCost:
+        """Of query and output projections of so many bytes. A head's rows lie together and are
+        skipped as they are met, so reading goes by bytes and only choosing has a price."""
+        whole = _WHOLE[rows == 1].megabyte * size / 1e6
+        return MLPCost(whole, ((0.0, 0.0), (1.0, whole)), _CHOOSING_HEADS[rows == 1])
 
 
 def key(rows: int, neurons: int, width: int, itemsize: int, *, gated: bool) -> str:
