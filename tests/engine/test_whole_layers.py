@@ -215,7 +215,7 @@ def test_layers_without_a_predictor_are_never_chosen(tiny: Callable[..., Tiny]) 
     selector = plan(model, {1: 4.0})
     side = Side(model, selector, 2, WholeLayers(lambda rows: Line(1.5), 1, ()))
     side.play()
-    found = torch.zeros(2, 2, dtype=torch.int64)
+    found = torch.zeros(2, 2, dtype=torch.int32)
     selector.count_listed(2, out=found)
     listed, heads = found
     assert heads.tolist() == [0, 0]

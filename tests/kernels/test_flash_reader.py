@@ -94,3 +94,46 @@ def test_records_outside_are_refused(reader):
         fetch(reader, [COUNT])
     with pytest.raises(InputError, match="ticket"):
         reader.wait(99)
+
+
+def ring_of(before):
+    """The descriptor of an io_uring that was opened since."""
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        try:
+            if "io_uring" in os.readlink(f"/proc/self/fd/{number}"):
+                return int(number)
+        except OSError:  # of the listing itself
+            pass
+    return None
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_ring_that_fails_for_good_is_done_without(stored, under_way):
+    path, data, blocks = stored
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no list of open files here")
+    before = set(os.listdir("/proc/self/fd"))
+    reader = FlashReader(path, blocks, path.stat(), queue_depth=4)
+    ring = ring_of(before)
+    if ring is None:
+        pytest.skip("no io_uring here")
+    numbers = torch.randperm(COUNT)
+    memory = torch.zeros(COUNT, BLOCK, dtype=torch.uint8)
+    to = memory.data_ptr() + BLOCK * torch.arange(COUNT)
+    kept = os.dup(ring)  # what is under way goes on, but nothing more is heard of it
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    ticket = reader.submit(START + BLOCK * numbers, BLOCK, to) if under_way else None
+    os.dup2(nothing, ring)
+    if ticket is None:
+        ticket = reader.submit(START + BLOCK * numbers, BLOCK, to)
+        reader.wait(ticket)
+        assert torch.equal(memory, data[numbers])
+    else:  # what came back before is good, what did not is an error
+        try:
+            reader.wait(ticket)
+            assert torch.equal(memory, data[numbers])
+        except CheckpointError as error:
+            assert "cannot be read" in str(error)  # noqa: PT017
+    assert torch.equal(fetch(reader, [3, 39, 7]), data[[3, 39, 7]])
+    for number in (kept, nothing):
+        os.close(number)

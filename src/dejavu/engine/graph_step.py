@@ -11,7 +11,6 @@ graph of a later step: there is one for each set of layers that are computed who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -55,15 +54,6 @@ class Picking(Protocol):
     def follow(self, ids: Tensor, picked: Tensor) -> None:
         """Where ids, int64 `[B]`, are below 0: those picked, int64 `[N]`, row for row and from N on
         the last one's; 0 where that is below 0, too."""
-        ...
-
-
-@runtime_checkable
-class Deferring(Protocol):
-    """Ops whose norms may wait for the kernel after them."""
-
-    def deferring(self) -> AbstractContextManager[None]:
-        """Within, they do: nothing reads a norm's result but these ops."""
         ...
 
 
@@ -180,9 +170,9 @@ class GraphStep:
         self._whole = whole_layers if isinstance(selector, PlanSelector) else None
         self._whole_heads = whole_heads if isinstance(selector, PlanSelector) else None
         shape = 2, model.config.num_hidden_layers  # neurons, heads
-        self._listed = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self._listed = torch.zeros(shape, dtype=torch.int32, device=model.device)
         self._fetched_listed = torch.zeros(
-            shape, dtype=torch.int64, pin_memory=model.device.type == "cuda"
+            shape, dtype=torch.int32, pin_memory=model.device.type == "cuda"
         )
         self._logits = torch.empty(0)
         self._running: Begun | None = None
@@ -380,11 +370,7 @@ class GraphStep:
             if self._lazy is None
             else self._lazy.deferral(kind, device["slots"][:rows]),
         )
-        # A selector fit for a graph works through the ops alone.
-        ops = self._ops
-        alone = self._capture is not None
-        with ops.deferring() if alone and isinstance(ops, Deferring) else nullcontext():
-            logits = self._model.forward(batch, self._cache, self._selector, self._ops)
+        logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         if self._counts_listed and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()

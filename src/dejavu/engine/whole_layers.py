@@ -68,7 +68,7 @@ class WholeLayers:
         found = self._buckets.get(rows)
         return Layers() if found is None else found.chosen
 
-    def note(self, rows: int, listed: NDArray[np.int64], whole: Layers) -> None:
+    def note(self, rows: int, listed: NDArray[np.integer], whole: Layers) -> None:
         """A step of a bucket, with some layers whole, listed so many neurons in each; what it says
         of whole layers does not count, nor does a step that began before the latest choice."""
         bucket = self._buckets.setdefault(rows, _Bucket(self._cost(rows)))

@@ -186,14 +186,14 @@ class PlanSelector(MeteredSelector):
         return neurons, heads
 
     def count_listed(self, rows: int, out: Tensor) -> None:
-        """out, int64 `[2, layers]` on the device: neurons and heads that the last step of so many
+        """out, int32 `[2, layers]` on the device: neurons and heads that the last step of so many
         rows listed; 0 where no predictor chooses."""
         for site, found in zip((Site.NEURONS, Site.HEADS), out, strict=True):
             counts = self._counts.get((site, rows))
             if counts is None:
                 found.zero_()
             else:
-                torch.sum(counts, dim=1, dtype=torch.int64, out=found)
+                torch.sum(counts, dim=1, dtype=torch.int32, out=found)
 
     def _buffer(self, site: Site, layer: int, rows: int, choice: Choice) -> Selection:
         """The static buffers of a step of so many rows."""

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu.kernels.gpu.norming import Norming
+from dejavu.kernels.gpu.launch import Launcher
 from dejavu.kernels.gpu.tuning import power_of_two
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.ops import Projection, T
 from dejavu.kernels.selection import Selection
 
 _FIRST_BLOCK, _FIRST_WIDTH = 4, 1024  # stored rows of a program, elements at once
-_MOST_RANK = 128  # OPT-66B's second stages of rank 256 slow the attention that carries them
+_MOST_RANK = 128
+_SMALL_RANK = (
+    128  # OPT-66B's second stages of rank 256 would slow attention; a sum of rows has time
+)
 _SECOND_WIDTH = 32
 
 
@@ -44,10 +47,13 @@ class Rider:
     done: bool = False
 
 
-class Riding(Norming):
-    """fuse: whether work ahead rides along where it can; else all of it is a branch."""
+class Riding(Launcher):
+    """fuse: whether work ahead rides along where it can; else all of it is a branch. most_rank: of
+    a predictor that does; attention_rank: of one whose second stage attention takes along."""
 
     fuse = True
+    most_rank = _MOST_RANK
+    attention_rank = _SMALL_RANK
 
     def __init__(self, device: str | torch.device, *arguments: Any, **options: Any) -> None:
         """As `Launcher`."""
@@ -79,7 +85,7 @@ class Riding(Norming):
     def _collect_first(self, x: Tensor, projections: list[Projection]) -> list[Tensor]:
         one = projections[0]
         alone = len(projections) == 1 and one.bias is None and one.selection is None
-        small = one.weight.rows <= _MOST_RANK and one.weight.scale is not None
+        small = one.weight.rows <= self.most_rank and one.weight.scale is not None
         if not alone or len(x) != 1 or not small:
             raise ApartError
         if self._rider is not None:
@@ -125,14 +131,17 @@ class Riding(Norming):
         }
         return arguments, constants, programs
 
-    def _ride_second(self, most: int) -> tuple[list[Any], dict[str, int], int]:
-        """The same for a launch that may do a selection of up to `most` tiles; its programs come
-        in the launch's own way."""
+    def _ride_second(
+        self, most: int, rank: int = _MOST_RANK
+    ) -> tuple[list[Any], dict[str, int], int]:
+        """The same for a launch that may do a selection of up to `most` tiles and such a rank; its
+        programs come in the launch's own way."""
         rider = self._rider
-        if rider is None or rider.out is None or not rider.started or rider.done:
+        waits = rider is not None and rider.started and not rider.done
+        if rider is None or rider.out is None or rider.second is None or not waits:
             tiles = 0
         else:
-            tiles = rider.out.indices.shape[0]
+            tiles = rider.out.indices.shape[0] if rider.second.columns <= rank else 0
         if rider is None or rider.out is None or rider.second is None or not 0 < tiles <= most:
             return [None] * 7 + [0], {"RANK": 1, "SECOND_TILE": 1, "SECOND_WIDTH": 1}, 0
         rider.done = True

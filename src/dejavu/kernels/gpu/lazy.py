@@ -141,6 +141,6 @@ def lazy_kernel(
         rider = program - tl.num_programs(0) + firsts
         if rider >= 0:
             ride_first(
-                x, first, first_scale, first_y, first_outputs, rider, width, None, 0, 0, None,
-                None, None, 0.0, False, 1, FIRST_BLOCK, FIRST_WIDTH, FIRST_EVEN, PDL and EARLY,
+                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
+                FIRST_WIDTH, FIRST_EVEN, PDL and EARLY,
             )  # fmt: skip

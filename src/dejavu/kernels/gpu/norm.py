@@ -36,60 +36,6 @@ def norm_kernel(
 
 
 @triton.jit
-def block_moments(moments, block, row, inside):
-    """Leave what `whole_moments` needs of a block of columns; row: fp32 `[COLUMNS]`, that block."""
-    count = tl.sum(inside.to(tl.float32), axis=0)
-    mean = tl.sum(tl.where(inside, row, 0.0), axis=0) / count
-    away = tl.where(inside, row - mean, 0.0)
-    tl.store(moments + 2 * block, mean)
-    tl.store(moments + 2 * block + 1, tl.sum(away * away, axis=0))
-
-
-@triton.jit
-def whole_moments(
-    moments, blocks, span, width, eps, CENTRED: tl.constexpr, MOMENTS: tl.constexpr
-):  # fmt: skip
-    """What a norm takes off a row (0 unless CENTRED), and what it multiplies the rest with."""
-    b = tl.arange(0, MOMENTS)
-    inside = b < blocks
-    mean = tl.load(moments + 2 * b, mask=inside, other=0.0)
-    away = tl.load(moments + 2 * b + 1, mask=inside, other=0.0)
-    count = tl.where(inside, tl.minimum(span, width - b * span), 0).to(tl.float32)
-    centre = tl.sum(mean * count, axis=0) / width
-    if not CENTRED:
-        centre *= 0.0
-    mean = mean - centre
-    square = tl.sum(away + count * mean * mean, axis=0) / width
-    return centre, tl.rsqrt(square + eps)
-
-
-@triton.jit
-def normed_value(value, k, width, centre, factor, weight, bias, y):
-    """A norm of some of a row's numbers, rounded as `y` stores them, in fp32."""
-    value = (value - centre) * factor
-    if weight is not None:
-        value *= tl.load(weight + k, mask=k < width, other=0.0)
-    if bias is not None:
-        value += tl.load(bias + k, mask=k < width, other=0.0)
-    return value.to(y.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def write_normed(
-    x, width, moments, blocks, span, weight, bias, y, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program of a kernel whose others norm for themselves: the normed row, for later."""
-    wait(PDL)
-    centre, factor = whole_moments(moments, blocks, span, width, eps, CENTRED, MOMENTS)
-    for start in tl.range(0, width, WIDTH):
-        k = start + tl.arange(0, WIDTH)
-        value = tl.load(x + k, mask=k < width, other=0.0)
-        value = normed_value(value, k, width, centre, factor, weight, bias, y)
-        tl.store(y + k, value.to(y.dtype.element_ty), mask=k < width)
-
-
-@triton.jit
 def rope_kernel(
     x, positions, cos, sin, y, heads, head_dim, half,
     DIM: tl.constexpr, PDL: tl.constexpr,

@@ -15,6 +15,7 @@ from torch import Tensor
 from dejavu.kernels.gpu.beside import Rider
 from dejavu.kernels.gpu.heads import HeadOps
 from dejavu.kernels.gpu.launch import ARRIVALS, MAX_ROWS, lists, padded_rows, tile_of
+from dejavu.kernels.gpu.norm import norm_kernel
 from dejavu.kernels.gpu.pick import follow_kernel, pick_kernel
 from dejavu.kernels.gpu.rows import first_kernel, project_kernel, up_kernel
 from dejavu.kernels.gpu.select import select_kernel, sign_kernel, tally_kernel
@@ -26,6 +27,7 @@ from dejavu.kernels.selection import Selection
 
 _PICKED = 8192  # logits that a program looks at together
 _FIRST_ROWS = 512
+_RIDDEN = 8  # tiles of a selection for each column block of the sum that takes them along
 _TALLIED, _TALLIERS = 4096, 32  # bytes of a mask that a program counts at once; programs at most
 
 
@@ -40,7 +42,6 @@ class TritonOps(HeadOps):
         return table.gather(ids)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        self._settle()
         return x + y
 
     def layer_norm(
@@ -94,17 +95,16 @@ class TritonOps(HeadOps):
         config = self.tuning.up(rows, neurons, width, up.weight.data.element_size(), listed)
         programs = tiles * config.shares if listed else -(-neurons // config.block)
         first, constants, firsts = self._ride_first(x)
-        norm = self._take_norm(x)
         self._launch(
-            up_kernel, (programs + firsts + norm.programs,),
-            norm.x, rows, width, up.weight.data, up.weight.scale, up.bias,
+            up_kernel, (programs + firsts,),
+            x, rows, width, up.weight.data, up.weight.scale, up.bias,
             None if gate is None else gate.weight.data,
             None if gate is None else gate.weight.scale,
             None if gate is None else gate.bias,
             a, flat, total, neurons, *lists(selection),
             None if selection is None else selection.active, tiles, config.shares,
-            activation.threshold, *first, *norm.arguments, **norm.constants, **constants,
-            LISTED=listed, ACTIVATION=activation.name, TILES=power_of_two(tiles),
+            activation.threshold, *first, **constants, LISTED=listed, ACTIVATION=activation.name,
+            TILES=power_of_two(tiles),
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
             EARLY=self._early(selection), num_warps=config.warps,
@@ -183,6 +183,21 @@ class TritonOps(HeadOps):
             selection.entries, TILES=power_of_two(tiles), WIDTH=_TALLIED, num_warps=4,
         )  # fmt: skip
 
+    def _norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool
+    ) -> Tensor:
+        x = x.contiguous()
+        width = x.shape[-1]
+        y = torch.empty_like(x, dtype=self.dtype)
+        if x.numel():
+            self._fresh.clear()
+            self._launch(
+                norm_kernel, (x.numel() // width,), x, weight, bias, y, width, eps,
+                CENTRED=centred, WIDTH=power_of_two(width),
+                num_warps=min(16, max(1, power_of_two(width) // 512)),
+            )  # fmt: skip
+        return y
+
     def _project(
         self,
         x: Tensor,
@@ -221,13 +236,11 @@ class TritonOps(HeadOps):
             return
         kinds = [i < len(projections) and projections[i].selection is not None for i in range(3)]
         first, constants, firsts = self._ride_first(x)
-        norm = self._take_norm(x)
         channels = [max(1, (p.weight.rows if p else 1) // entries) for p in _three(projections)]
         self._launch(
-            project_kernel, (grid + firsts + norm.programs,),
-            norm.x, rows, width, *arguments[:-1], *lists(selection), entries, *channels, *first,
-            *norm.arguments, **norm.constants, **constants,
-            SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
+            project_kernel, (grid + firsts,),
+            x, rows, width, *arguments[:-1], *lists(selection), entries, *channels, *first,
+            **constants, SELECTED0=kinds[0], SELECTED1=kinds[1], SELECTED2=kinds[2],
             TILE=tile_of(selection), ROWS=padded_rows(rows), BLOCK=config.block, WIDTH=config.width,
             EVEN=width % config.width == 0, STAGES=config.stages,
             EARLY=self._early(selection), num_warps=config.warps,
@@ -267,20 +280,20 @@ class TritonOps(HeadOps):
         blocks = -(-columns // config.width)
         assert blocks <= ARRIVALS
         partial = self._empty(config.shares, rows, columns) if config.shares > 1 else None
-        early = self._early(selection)
-        moments = self._note_moments(out, config.width)
-        second, constants, ridden = self._ride_second(blocks if rows == 1 else 0)
+        second, constants, ridden = self._ride_second(_RIDDEN * blocks if rows == 1 else 0)
+        more = -(-ridden // blocks)
+        lead = more if constants["RANK"] > self.attention_rank else 0  # no tail of long programs
         self._launch(
-            sum_rows_kernel, (blocks, config.shares + -(-ridden // blocks)),
+            sum_rows_kernel, (blocks, config.shares + more),
             x, rows, width, weight.data, weight.scale, bias,
             None if residual is None else residual.contiguous(), out, columns,
             flat, total, indices, counts, None if kind == "flat" else mask, tiles, entries,
-            partial, self._arrived, config.shares, moments, *second, **constants,
+            partial, self._arrived, config.shares, lead, *second, **constants,
             LIST=kind, SKIP=skip, GUARD=selection is not None, CHANNELS=max(1, width // entries),
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,
             EVEN=columns % config.width == 0, STAGES=config.stages,
-            EARLY=early, num_warps=config.warps,
+            EARLY=self._early(selection), num_warps=config.warps,
         )  # fmt: skip
         return out
 

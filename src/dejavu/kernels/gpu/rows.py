@@ -12,7 +12,6 @@ import triton.language as tl
 
 from dejavu.kernels.gpu.activation import activate
 from dejavu.kernels.gpu.grid import announce, begin, is_listed, multiply, wait
-from dejavu.kernels.gpu.norm import normed_value, whole_moments, write_normed
 
 
 @triton.jit
@@ -30,14 +29,13 @@ def ask(w, row, valid, width, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def dots(
-    x, w, row, valid, rows, width, asked, centre, factor, weight, bias, normed,
+    x, w, row, valid, rows, width, asked,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BLOCK, ROWS]`: weight rows `row`, int64 `[BLOCK]`, times inputs `[rows, width]`.
 
-    asked: what `ask` returned for them, or None. normed: not None, inputs are normed first, see
-    `normed_value`; one row only.
+    asked: what `ask` returned for them, or None.
     """
     place = tl.arange(0, WIDTH)
     if ROWS == 1:
@@ -45,8 +43,6 @@ def dots(
         begun = 0
         if asked is not None:
             value = tl.load(x + place, mask=place < width, other=0.0)
-            if normed is not None:
-                value = normed_value(value, place, width, centre, factor, weight, bias, normed)
             sums += asked.to(tl.float32) * value.to(tl.float32)[None, :]
             begun = WIDTH
         for start in tl.range(begun, width, WIDTH, num_stages=STAGES):
@@ -57,13 +53,11 @@ def dots(
             else:
                 held = valid[:, None] & (k < width)[None, :]
                 value = tl.load(x + k, mask=k < width, other=0.0)
-            stored = tl.load(
+            weight = tl.load(
                 w + row[:, None] * width + k[None, :],
                 mask=held, other=0.0, eviction_policy="evict_first",
             )  # fmt: skip
-            if normed is not None:
-                value = normed_value(value, k, width, centre, factor, weight, bias, normed)
-            sums += stored.to(tl.float32) * value.to(tl.float32)[None, :]
+            sums += weight.to(tl.float32) * value.to(tl.float32)[None, :]
         result = tl.sum(sums, axis=1)[:, None]
     else:
         n = tl.arange(0, ROWS)
@@ -71,7 +65,7 @@ def dots(
         for start in tl.range(0, width, WIDTH, num_stages=STAGES):
             k = start + place
             inside = k < width
-            stored = tl.load(
+            weight = tl.load(
                 w + row[:, None] * width + k[None, :],
                 mask=valid[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first",
             )  # fmt: skip
@@ -79,15 +73,14 @@ def dots(
                 x + n[None, :] * width + k[:, None],
                 mask=(n[None, :] < rows) & inside[:, None], other=0.0,
             )  # fmt: skip
-            result = multiply(stored, value, result)
+            result = multiply(weight, value, result)
     return result
 
 
 @triton.jit
 def ride_first(
-    x, w, scale, y, outputs, program, width, moments, blocks, span, weight, bias, normed, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    x, w, scale, y, outputs, program, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a predictor's first stage, beside another kernel's work on the same input, for
     which it waits."""
@@ -95,13 +88,7 @@ def ride_first(
     valid = row < outputs
     asked = ask(w, row.to(tl.int64), valid, width, WIDTH, EVEN)
     wait(PDL)
-    centre, factor = 0.0, 0.0
-    if moments is not None:
-        centre, factor = whole_moments(moments, blocks, span, width, eps, CENTRED, MOMENTS)
-    result = dots(
-        x, w, row.to(tl.int64), valid, 1, width, asked, centre, factor, weight, bias, normed,
-        1, BLOCK, WIDTH, EVEN, 1,
-    )  # fmt: skip
+    result = dots(x, w, row.to(tl.int64), valid, 1, width, asked, 1, BLOCK, WIDTH, EVEN, 1)
     result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
     tl.store(y + row[:, None], result, mask=valid[:, None])
 
@@ -109,9 +96,7 @@ def ride_first(
 @triton.jit
 def _project_block(
     x, w, scale, bias, y, indices, counts, mask, first, outputs, entries, channels, rows, width,
-    moments, blocks, span, norm_weight, norm_bias, normed, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SELECTED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +104,6 @@ def _project_block(
     for inputs; EARLY: after it has asked for weights."""
     if not EARLY:
         wait(PDL)
-    features = width
     row = first + tl.arange(0, BLOCK)
     valid = row < outputs
     read = valid
@@ -142,13 +126,9 @@ def _project_block(
         if ROWS == 1:
             asked = ask(w, row.to(tl.int64), read, width, WIDTH, EVEN)
         wait(PDL)
-    centre, factor = 0.0, 0.0
-    if moments is not None:
-        centre, factor = whole_moments(moments, blocks, span, features, eps, CENTRED, MOMENTS)
     result = dots(
-        x, w, row.to(tl.int64), read, rows, width, asked, centre, factor, norm_weight, norm_bias,
-        normed, ROWS, BLOCK, WIDTH, EVEN, STAGES,
-    )  # fmt: skip
+        x, w, row.to(tl.int64), read, rows, width, asked, ROWS, BLOCK, WIDTH, EVEN, STAGES
+    )
     if scale is not None:
         result *= tl.load(scale + row, mask=valid, other=0.0)[:, None]
     if bias is not None:
@@ -169,55 +149,40 @@ def project_kernel(
     w2, scale2, bias2, y2, outputs2,
     indices, counts, mask, entries, channels0, channels1, channels2,
     first, first_scale, first_y, first_outputs, firsts,
-    moments, blocks, span, norm_weight, norm_bias, normed, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     SELECTED0: tl.constexpr, SELECTED1: tl.constexpr, SELECTED2: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to three projections of the same input `[rows, width]`, side by side in the grid; the last
-    `firsts` programs are of a first stage that rides along. moments: not None, the input is normed
-    here, see `norming.py`; the program after all others writes it down."""
+    `firsts` programs are of a first stage that rides along."""
     program = tl.program_id(0)
     announce(PDL)
-    end = tl.num_programs(0)
-    if moments is not None:
-        end -= 1
-        if program == end:
-            write_normed(
-                x, width, moments, blocks, span, norm_weight, norm_bias, normed, eps, CENTRED,
-                MOMENTS, WIDTH, PDL,
-            )  # fmt: skip
     if program < programs0:
         _project_block(
             x, w0, scale0, bias0, y0, indices, counts, mask, program * BLOCK, outputs0, entries,
-            channels0, rows, width, moments, blocks, span, norm_weight, norm_bias, normed, eps,
-            CENTRED, MOMENTS, SELECTED0, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
+            channels0, rows, width, SELECTED0, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
         )  # fmt: skip
     if w1 is not None:
         if (program >= programs0) & (program < programs0 + programs1):
             _project_block(
                 x, w1, scale1, bias1, y1, indices, counts, mask, (program - programs0) * BLOCK,
-                outputs1, entries, channels1, rows, width, moments, blocks, span, norm_weight,
-                norm_bias, normed, eps, CENTRED, MOMENTS, SELECTED1, TILE, ROWS, BLOCK, WIDTH,
+                outputs1, entries, channels1, rows, width, SELECTED1, TILE, ROWS, BLOCK, WIDTH,
                 EVEN, STAGES, EARLY, PDL,
             )  # fmt: skip
     if first is not None:
-        rider = program - end + firsts
-        if (rider >= 0) & (program < end):
+        rider = program - tl.num_programs(0) + firsts
+        if rider >= 0:
             ride_first(
-                x, first, first_scale, first_y, first_outputs, rider, width, moments, blocks, span,
-                norm_weight, norm_bias, normed, eps, CENTRED, MOMENTS, FIRST_BLOCK, FIRST_WIDTH,
-                FIRST_EVEN, PDL,
+                x, first, first_scale, first_y, first_outputs, rider, width, FIRST_BLOCK,
+                FIRST_WIDTH, FIRST_EVEN, PDL,
             )  # fmt: skip
     if w2 is not None:
-        if (program >= programs0 + programs1) & (program < end - firsts):
+        if (program >= programs0 + programs1) & (program < tl.num_programs(0) - firsts):
             _project_block(
                 x, w2, scale2, bias2, y2, indices, counts, mask,
                 (program - programs0 - programs1) * BLOCK, outputs2, entries, channels2, rows,
-                width, moments, blocks, span, norm_weight, norm_bias, normed, eps, CENTRED,
-                MOMENTS, SELECTED2, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
+                width, SELECTED2, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
             )  # fmt: skip
 
 
@@ -255,8 +220,6 @@ def first_kernel(
 def _up(
     x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
     indices, counts, mask, active, tiles, parts, threshold, program,
-    moments, blocks, span, norm_weight, norm_bias, normed, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -287,9 +250,6 @@ def _up(
             asked = ask(up, soon.to(tl.int64), begun, width, WIDTH, EVEN)
         wait(PDL)
     live = tl.zeros([], tl.int32)
-    centre, factor = 0.0, 0.0
-    if moments is not None:
-        centre, factor = whole_moments(moments, blocks, span, width, eps, CENTRED, MOMENTS)
     for turn in tl.range(0, rounds):
         if LISTED:
             slot = part + parts * (turn * BLOCK + slots)
@@ -305,19 +265,13 @@ def _up(
             used = tl.load(
                 mask + n[None, :].to(tl.int64) * neurons + neuron[:, None], mask=written, other=0
             )
-        a = dots(
-            x, up, row, held, rows, width, asked, centre, factor, norm_weight, norm_bias, normed,
-            ROWS, BLOCK, WIDTH, EVEN, STAGES,
-        )  # fmt: skip
+        a = dots(x, up, row, held, rows, width, asked, ROWS, BLOCK, WIDTH, EVEN, STAGES)
         if up_scale is not None:
             a *= tl.load(up_scale + neuron, mask=held, other=0.0)[:, None]
         if up_bias is not None:
             a += tl.load(up_bias + neuron, mask=held, other=0.0)[:, None]
         if gate is not None:
-            g = dots(
-                x, gate, row, held, rows, width, None, centre, factor, norm_weight, norm_bias,
-                normed, ROWS, BLOCK, WIDTH, EVEN, STAGES,
-            )  # fmt: skip
+            g = dots(x, gate, row, held, rows, width, None, ROWS, BLOCK, WIDTH, EVEN, STAGES)
             if gate_scale is not None:
                 g *= tl.load(gate_scale + neuron, mask=held, other=0.0)[:, None]
             if gate_bias is not None:
@@ -353,8 +307,6 @@ def up_kernel(
     x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total, neurons,
     indices, counts, mask, active, tiles, parts, threshold,
     first, first_scale, first_y, first_outputs, firsts,
-    moments, blocks, span, norm_weight, norm_bias, normed, eps,
-    CENTRED: tl.constexpr, MOMENTS: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, FIRST_WIDTH: tl.constexpr, FIRST_EVEN: tl.constexpr,
     LISTED: tl.constexpr, ACTIVATION: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
@@ -372,26 +324,16 @@ def up_kernel(
     """
     program = tl.program_id(0)
     announce(PDL)
-    end = tl.num_programs(0)
-    if moments is not None:
-        end -= 1
-        if program == end:
-            write_normed(
-                x, width, moments, blocks, span, norm_weight, norm_bias, normed, eps, CENTRED,
-                MOMENTS, WIDTH, PDL,
-            )  # fmt: skip
-    main = end - firsts
+    main = tl.num_programs(0) - firsts
     if program < main:
         _up(
             x, rows, width, up, up_scale, up_bias, gate, gate_scale, gate_bias, out, flat, total,
-            neurons, indices, counts, mask, active, tiles, parts, threshold, program, moments,
-            blocks, span, norm_weight, norm_bias, normed, eps, CENTRED, MOMENTS,
+            neurons, indices, counts, mask, active, tiles, parts, threshold, program,
             LISTED, ACTIVATION, TILES, TILE, ROWS, BLOCK, WIDTH, EVEN, STAGES, EARLY, PDL,
         )  # fmt: skip
     if first is not None:
-        if (program >= main) & (program < end):
+        if program >= main:
             ride_first(
-                x, first, first_scale, first_y, first_outputs, program - main, width, moments,
-                blocks, span, norm_weight, norm_bias, normed, eps, CENTRED, MOMENTS,
+                x, first, first_scale, first_y, first_outputs, program - main, width,
                 FIRST_BLOCK, FIRST_WIDTH, FIRST_EVEN, PDL,
             )  # fmt: skip

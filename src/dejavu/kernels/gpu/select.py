@@ -60,10 +60,7 @@ def select_tile(
             )  # fmt: skip
             score = multiply(part, value, score)
     else:
-        score = dots(
-            hidden, weight, row, valid, rows, RANK, None, 0.0, 0.0, None, None, None, ROWS, TILE,
-            WIDTH, EVEN, STAGES,
-        )  # fmt: skip
+        score = dots(hidden, weight, row, valid, rows, RANK, None, ROWS, TILE, WIDTH, EVEN, STAGES)
     if scale is not None:
         score *= tl.load(scale + entry, mask=valid, other=0.0)[:, None]
     score += tl.load(bias + entry, mask=valid, other=0.0)[:, None]

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from dejavu.kernels.gpu.grid import announce, listed, multiply, running_counts, wait
-from dejavu.kernels.gpu.norm import block_moments
 from dejavu.kernels.gpu.select import ride_select
 
 
@@ -122,7 +121,7 @@ def _share(
 def _sum_rows(
     x, rows, width, w, scale, bias, residual, out, columns,
     flat, flat_total, indices, counts, mask, tiles, entries,
-    partial, arrived, shares, moments, block, share,
+    partial, arrived, shares, block, share,
     LIST: tl.constexpr, SKIP: tl.constexpr, GUARD: tl.constexpr, CHANNELS: tl.constexpr,
     TILES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr,
@@ -136,8 +135,6 @@ def _sum_rows(
         total = tl.sum(tl.load(counts + t, mask=t < tiles, other=0), axis=0)
     if not EARLIER:
         wait(PDL)
-        if moments is not None:
-            announce(PDL)
     if LIST == "flat":
         if not EARLY:
             total = tl.load(flat_total)
@@ -165,8 +162,6 @@ def _sum_rows(
             mask=held, other=0.0, eviction_policy="evict_first",
         )  # fmt: skip
         wait(PDL)
-        if moments is not None:
-            announce(PDL)
     result = _share(
         x, rows, width, w, scale, columns, flat, indices, mask, running, total, entries,
         share, shares, column, asked, LIST, SKIP, GUARD, False, CHANNELS, TILES, TILE, ROWS, BLOCK,
@@ -205,15 +200,13 @@ def _sum_rows(
         if residual is not None:
             result += tl.load(residual + spot, mask=held, other=0.0)
         tl.store(out + spot, result, mask=held)
-        if moments is not None:
-            block_moments(moments, block, tl.sum(tl.where(held, result, 0.0), axis=0), inside)
 
 
 @triton.jit
 def sum_rows_kernel(
     x, rows, width, w, scale, bias, residual, out, columns,
     flat, flat_total, indices, counts, mask, tiles, entries,
-    partial, arrived, shares, moments,
+    partial, arrived, shares, lead,
     hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
     second_entries,
     RANK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_WIDTH: tl.constexpr,
@@ -229,29 +222,26 @@ def sum_rows_kernel(
     whose coefficients are all 0 is not read. GUARD: where a coefficient is 0, a row of w adds
     nothing, whatever it holds: it was read for another row of x.
     partial: fp32 `[shares, rows, columns]`, None with one share; arrived: int32, 0 a column block,
-    left at 0. JOIN: partial sums that are loaded together. moments: None, or what a norm needs of
-    out, see `block_moments`; the kernel after this one then comes when the one ahead has ended.
+    left at 0. JOIN: partial sums that are loaded together.
 
     A share is every shares-th block of rows: its first block is known before the total is. Programs
-    of further shares make the tiles of a selection that rides along.
+    beyond the shares, or ahead of them (lead: so many for each column block), make the tiles of a
+    selection that rides along.
     """
-    block, share = tl.program_id(0), tl.program_id(1)
-    if moments is None:
-        announce(PDL)
-    if share < shares:
+    block, share = tl.program_id(0), tl.program_id(1) - lead
+    announce(PDL)
+    if (share >= 0) & (share < shares):
         _sum_rows(
             x, rows, width, w, scale, bias, residual, out, columns, flat, flat_total, indices,
-            counts, mask, tiles, entries, partial, arrived, shares, moments, block, share, LIST,
-            SKIP, GUARD, CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN, EARLY,
-            PDL,
+            counts, mask, tiles, entries, partial, arrived, shares, block, share, LIST, SKIP, GUARD,
+            CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN, EARLY, PDL,
         )  # fmt: skip
     if second is not None:
-        if share >= shares:
+        if (share < 0) | (share >= shares):
             wait(PDL)
-            if moments is not None:
-                announce(PDL)
             ride_select(
                 hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
-                second_entries, (share - shares) * tl.num_programs(0) + block, RANK, SECOND_TILE,
-                SECOND_WIDTH,
+                second_entries,
+                tl.where(share < 0, share + lead, share - shares) * tl.num_programs(0) + block,
+                RANK, SECOND_TILE, SECOND_WIDTH,
             )  # fmt: skip
