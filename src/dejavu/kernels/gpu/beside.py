@@ -132,17 +132,17 @@ class Riding(Launcher):
         return arguments, constants, programs
 
     def _ride_second(
-        self, most: int, rank: int = _MOST_RANK
+        self, most: int, most_rank: int | None = None
     ) -> tuple[list[Any], dict[str, int], int]:
-        """The same for a launch that may do a selection of up to `most` tiles and such a rank; its
-        programs come in the launch's own way."""
+        """The same for a launch that may do a selection of up to `most` tiles, and of such a rank
+        (None: any); its programs come in the launch's own way."""
         rider = self._rider
-        waits = rider is not None and rider.started and not rider.done
-        if rider is None or rider.out is None or rider.second is None or not waits:
-            tiles = 0
-        else:
-            tiles = rider.out.indices.shape[0] if rider.second.columns <= rank else 0
+        tiles = 0
+        if rider is not None and rider.out is not None and rider.started and not rider.done:
+            tiles = rider.out.indices.shape[0]
         if rider is None or rider.out is None or rider.second is None or not 0 < tiles <= most:
+            return [None] * 7 + [0], {"RANK": 1, "SECOND_TILE": 1, "SECOND_WIDTH": 1}, 0
+        if most_rank is not None and rider.second.columns > most_rank:
             return [None] * 7 + [0], {"RANK": 1, "SECOND_TILE": 1, "SECOND_WIDTH": 1}, 0
         rider.done = True
         self._fresh.add(rider.out.counts.data_ptr())
