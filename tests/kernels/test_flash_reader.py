@@ -1,6 +1,7 @@
 """The flash reader: the right bytes, and with every fault injected an error and no wrong bytes."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,12 +97,15 @@ def test_records_outside_are_refused(reader):
         reader.wait(99)
 
 
+OPEN = Path("/proc/self/fd")
+
+
 def ring_of(before):
     """The descriptor of an io_uring that was opened since."""
-    for number in set(os.listdir("/proc/self/fd")) - before:
+    for entry in set(OPEN.iterdir()) - before:
         try:
-            if "io_uring" in os.readlink(f"/proc/self/fd/{number}"):
-                return int(number)
+            if "io_uring" in str(entry.readlink()):
+                return int(entry.name)
         except OSError:  # of the listing itself
             pass
     return None
@@ -110,9 +114,9 @@ def ring_of(before):
 @pytest.mark.parametrize("under_way", [False, True])
 def test_a_ring_that_fails_for_good_is_done_without(stored, under_way):
     path, data, blocks = stored
-    if not os.path.isdir("/proc/self/fd"):
+    if not OPEN.is_dir():
         pytest.skip("no list of open files here")
-    before = set(os.listdir("/proc/self/fd"))
+    before = set(OPEN.iterdir())
     reader = FlashReader(path, blocks, path.stat(), queue_depth=4)
     ring = ring_of(before)
     if ring is None:

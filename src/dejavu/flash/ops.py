@@ -148,6 +148,8 @@ class FlashRecorder(NativeOps):
         if asked is None:
             self._step("begin", layer, selection, len(x))
         self._step("finish", layer, None, len(x))
+        # A thread starts the reads that had to wait for this layer's; the others begin the MLP.
+        self._step("start", layer, None, len(x))
         out = super().mlp(x, up, gate, down, down_bias, activation, selection, residual)
         self._step("release", layer, None, len(x))
         self._whole.layers.append(number)

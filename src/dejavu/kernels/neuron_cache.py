@@ -104,7 +104,9 @@ class NeuronCache:
     def add_to(
         self, recorder: Any, step: str, layer: Tensor, selection: Selection | None, rows: int
     ) -> object:
-        """Make `begin`, `finish` or `release` (the step) a part of what is recorded.
+        """Make `begin`, `finish`, `start` or `release` (the step) a part of what is recorded.
+
+        start: the reads that were begun and had to wait for those of the layer just finished.
 
         recorder: the C++ one. layer: int64 `[1]`, read whenever it runs, negative for nothing.
         Returns what must live as long as the recording. A program that fails with `FAULT` has

@@ -73,7 +73,7 @@ class FlashReader;
 class Backend {  // performs the reader's extents, at most `depth` at a time
  public:
   virtual ~Backend() = default;
-  virtual void wake() = 0;  // extents were added
+  virtual void wake() = 0;  // extents were added, or some that were may be started now
   // Check and copy some reads that came back, in the caller's thread; how many. Given a ticket,
   // waits for one while any of its reads is away. -1: threads of the backend's own do so.
   virtual int reap(const Ticket*) { return -1; }
@@ -111,6 +111,8 @@ class FlashReader {
   Outcome wait(int64_t ticket);  // once for each ticket
   // Do some of what a waiting thread has to, without waiting; whether there was anything to do.
   bool help() { return backend_->reap(nullptr) > 0; }
+  // Start what waited for another ticket's reads to be back, without waiting.
+  void start() { backend_->wake(); }
 
   Counters counters();
   void reset_counters();

@@ -64,7 +64,7 @@ int64_t with_ring(Ring& ring, const Job& job, Clock::time_point start) {
   for (int slot = 0; slot < job.depth; ++slot) push(slot);
   if (!ring.submit()) return -EIO;
   while (under_way) {
-    ring.wait((unsigned)std::min<int64_t>(job.batch, under_way));
+    if (!ring.wait((unsigned)std::min<int64_t>(job.batch, under_way))) return -EIO;
     const bool more = since(start) < job.seconds && !fault;
     uint64_t slot;
     int32_t result;

@@ -9,22 +9,27 @@
 
 #ifdef DEJAVU_RING
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace dejavu {
 namespace {
 
-constexpr int kFirst = 8;     // reads that a burst begins with, so that the device begins early
-constexpr int kShare = 8;     // reads that a thread looks after before others may take some
+constexpr int kFirst = 8;    // reads that a burst begins with, so that the device begins early
+constexpr int kShare = 8;    // reads that a thread looks after before others may take some
 constexpr int kLooks = 100;  // at the ring before sleeping in it: waking up takes as long
 
 class Uring : public Backend {
  public:
   explicit Uring(FlashReader& reader)
-      : reader_(reader), extents_(reader.depth()),
-        buffers_((size_t)reader.depth() * reader.max_read()) {
-    use_large_pages(buffers_.data, buffers_.bytes);
+      : reader_(reader), extents_(reader.depth()), away_from_(reader.depth(), 0) {
+    new_buffers();
     for (int slot = reader.depth() - 1; slot >= 0; --slot) free_.push_back(slot);
   }
 
@@ -33,11 +38,11 @@ class Uring : public Backend {
   ~Uring() override {  // the buffers are the kernel's until its last read is back
     uint64_t tag;
     int32_t result;
-    for (int left = under_way_; left > 0 && ring_.wait();)
+    for (int left = away_ - (int)lost_.size(); given_up_.empty() && left > 0 && ring_.wait();)
       while (ring_.take(&tag, &result)) --left;
   }
 
-  void wake() override { start(); }
+  void wake() override { start(reader_.depth()); }
   const char* name() const override { return "io_uring"; }
 
   int reap(const Ticket* until) override {
@@ -54,46 +59,115 @@ class Uring : public Backend {
         if (looks++ < kLooks)
           std::this_thread::yield();
         else if (!ring_.wait())
-          return 0;
+          give_up();
       }
     }
-    if (count) start(count);
+    if (count) start(kFirst);
     for (int i = 0; i < count; ++i) finish(slots[i], results[i]);
     release(slots, count);
     return count;
   }
 
  private:
-  uint8_t* buffer(int slot) { return buffers_.data + (size_t)slot * reader_.max_read(); }
+  uint8_t* buffer(int slot) { return buffers_->data + (size_t)slot * reader_.max_read(); }
 
+  void new_buffers() {
+    buffers_ = std::make_unique<Aligned>((size_t)reader_.depth() * reader_.max_read());
+    use_large_pages(buffers_->data, buffers_->bytes);
+  }
+
+  // Reads that came back, or that the kernel did not take: nothing of those is here.
   int take(int* slots, int32_t* results) {
     int count = 0;
-    for (uint64_t tag; count < kShare && ring_.take(&tag, &results[count]); ++count) {
+    for (uint64_t tag; given_up_.empty() && count < kShare && ring_.take(&tag, &results[count]);
+         ++count)
       slots[count] = (int)tag;
-      --extents_[tag].ticket->away;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (; count < kShare && !lost_.empty(); ++count) {
+      slots[count] = lost_.back();
+      results[count] = 0;
+      lost_.pop_back();
     }
+    for (int i = 0; i < count; ++i) {
+      away_from_[slots[i]] = 0;
+      --extents_[slots[i]].ticket->away;
+    }
+    away_ -= count;
     return count;
   }
 
-  // One ticket's reads at a time. A virtual disk may tell of nothing before all it was given is
-  // done: reads for the next layer among them would hold up this one's. back: reads that are.
-  void start(int back = 0) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    away_ -= back;
-    Extent extent;
-    int pushed = 0;
-    while (!free_.empty() && reader_.take(&extent, away_ ? current_ : nullptr)) {
-      const int slot = free_.back();
-      free_.pop_back();
-      current_ = extent.ticket.get();
-      ring_.push_read(reader_.file(), buffer(slot), (uint32_t)extent.length, extent.offset,
-                      (uint64_t)slot);
-      extents_[slot] = std::move(extent);
-      ++under_way_;
-      ++away_;
-      if (++pushed == kFirst) ring_.submit();
+  // Starts reads that wait, so many at most. It takes 3 to 5 us a read: one thread does so at a
+  // time, and others leave with it what they ask for.
+  void start(int most) {
+    for (int asked = asked_; asked < most && !asked_.compare_exchange_weak(asked, most);) {
     }
-    ring_.submit();
+    while (asked_) {
+      const std::unique_lock<std::mutex> pushing(pushing_, std::try_to_lock);
+      if (!pushing) return;
+      const int now = asked_.exchange(0);
+      int pushed = 0;
+      while (pushed < now && push_next())
+        if (++pushed == kFirst) submit();
+      submit();
+    }
+  }
+
+  // One ticket's reads at a time. A virtual disk may tell of nothing before all it was given is
+  // done: reads for the next layer among them would hold up this one's.
+  bool push_next() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Extent extent;
+    if (free_.empty() || !reader_.take(&extent, away_ ? current_ : nullptr)) return false;
+    const int slot = free_.back();
+    free_.pop_back();
+    current_ = extent.ticket.get();
+    ++away_;
+    away_from_[slot] = 1;
+    const int64_t offset = extent.offset, length = extent.length;
+    extents_[slot] = std::move(extent);
+    if (error_) {
+      lost_.push_back(slot);
+      return true;
+    }
+    ring_.push_read(reader_.file(), buffer(slot), (uint32_t)length, offset, (uint64_t)slot);
+    pushed_.push_back(slot);
+    return true;
+  }
+
+  // Reads that the kernel does not take, now and for good, are left to those who wait for them.
+  void submit() {
+    if (!pushed_.empty() && !ring_.submit()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const size_t refused = std::min<size_t>(ring_.drop(), pushed_.size());
+      lost_.insert(lost_.end(), pushed_.end() - (ptrdiff_t)refused, pushed_.end());
+      error_ = true;
+    }
+    pushed_.clear();
+  }
+
+  // Nothing more is heard of what is under way: those reads failed. Their buffers stay the
+  // kernel's, which may still write to them.
+  void give_up() {
+    const int error = errno ? errno : EIO;
+    std::vector<Extent> failed;
+    {
+      const std::lock_guard<std::mutex> pushing(pushing_);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = true;
+      for (const int slot : lost_) away_from_[slot] = 0;
+      for (size_t slot = 0; slot < extents_.size(); ++slot)
+        if (std::exchange(away_from_[slot], 0)) {
+          --extents_[slot].ticket->away;
+          --away_;
+          failed.push_back(std::move(extents_[slot]));
+          free_.push_back((int)slot);
+        }
+      for (const int slot : lost_) away_from_[slot] = 1;
+      given_up_.push_back(std::move(buffers_));
+      new_buffers();
+    }
+    for (const Extent& extent : failed) reader_.finish(extent, nullptr, 0, error);
+    start(reader_.depth());
   }
 
   void finish(int slot, int32_t result) {
@@ -118,21 +192,25 @@ class Uring : public Backend {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       free_.insert(free_.end(), slots, slots + count);
-      under_way_ -= count;
     }
-    start();
+    start(kFirst);
   }
 
   FlashReader& reader_;
   std::vector<Extent> extents_;  // by slot
-  Aligned buffers_;
+  std::unique_ptr<Aligned> buffers_;
+  std::vector<std::unique_ptr<Aligned>> given_up_;  // that the kernel may write to
   Ring ring_;
-  std::mutex taking_;  // what came back from the ring
-  std::mutex mutex_;   // of what goes in, and of what follows
-  std::vector<int> free_;
-  int under_way_ = 0;  // slots that are not free
-  int away_ = 0;       // of them, reads that are not back
-  const Ticket* current_ = nullptr;  // whose they are
+  std::mutex taking_;   // what came back from the ring
+  std::mutex pushing_;  // what goes in, and pushed_; taken before mutex_
+  std::atomic<int> asked_{0};  // of start, not done yet
+  std::vector<int> pushed_;  // slots, since the last submit
+  std::mutex mutex_;  // of what follows
+  std::vector<char> away_from_;  // by slot: its read is not back
+  std::vector<int> free_, lost_;  // lost_: slots whose reads the kernel did not take
+  int away_ = 0;                  // slots whose reads are not back
+  std::atomic<bool> error_{false};  // the ring is of no use any more
+  const Ticket* current_ = nullptr;  // whose the reads away are
 };
 
 }  // namespace

@@ -176,6 +176,9 @@ bool NeuronCache::act(NeuronStep step, Size layer, const Selection* selection) {
       failure_.outcome = outcome;
       return false;
     }
+    case NeuronStep::start:
+      start();
+      return true;
     case NeuronStep::release:
       release(layer);
   }
@@ -194,6 +197,7 @@ void run_neurons(const NeuronArgs& a, Worker& worker) {
     });
     return;
   }
+  if (a.step == NeuronStep::start) return worker.once([&] { a.cache->start(); });
   worker.one(
       [&] {
         if (!a.cache->act(a.step, layer, a.selection)) worker.fail(Fault::neurons);

@@ -22,7 +22,7 @@ struct CacheCounters {
   int64_t wanted = 0, missed = 0;  // neurons
 };
 
-enum class NeuronStep : int { begin, finish, release };
+enum class NeuronStep : int { begin, finish, start, release };
 
 struct StepFailure {
   Outcome outcome;    // of reading
@@ -46,6 +46,7 @@ class NeuronCache {
   // Everything begun for the layer lies in its slots when this returns without a fault.
   Outcome finish(Size layer);
   bool help() { return reader_.help(); }  // of threads that wait for another one's finish()
+  void start() { reader_.start(); }  // reading what was begun and had to wait for this layer's
   void release(Size layer);
   // Never give up these neurons of all layers while others can go.
   void pin(const int64_t* neurons, Size count);

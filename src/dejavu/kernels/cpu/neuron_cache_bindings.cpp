@@ -18,6 +18,7 @@ void bind_neuron_cache(nb::module_& m) {
   nb::enum_<NeuronStep>(m, "NeuronStep")
       .value("begin", NeuronStep::begin)
       .value("finish", NeuronStep::finish)
+      .value("start", NeuronStep::start)
       .value("release", NeuronStep::release);
   nb::class_<NeuronCache>(m, "NeuronCache")
       .def("__init__",

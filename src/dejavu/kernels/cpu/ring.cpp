@@ -7,10 +7,14 @@
 
 #include <cerrno>
 #include <cstring>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace dejavu {
 namespace {
+
+constexpr int kAttempts = 10000;  // of a kernel that is short of memory
 
 int enter(int ring, unsigned submit, unsigned complete, unsigned flags) {
   return (int)syscall(__NR_io_uring_enter, ring, submit, complete, flags, nullptr, 0);
@@ -85,13 +89,22 @@ void Ring::push_read(int file, void* to, uint32_t length, int64_t offset, uint64
 
 bool Ring::submit() {
   __atomic_store_n(sq_tail_, tail_, __ATOMIC_RELEASE);
-  while (pushed_) {
+  for (int attempts = 0; pushed_; ++attempts) {
     const int taken = enter(file_, pushed_, 0, 0);
     if (taken < 0 && errno != EINTR && errno != EAGAIN && errno != EBUSY) return false;
-    if (taken > 0) pushed_ -= (unsigned)taken;
+    if (taken > 0) {
+      pushed_ -= (unsigned)taken;
+      attempts = 0;
+    } else if (attempts > kAttempts) {
+      return false;
+    } else {
+      std::this_thread::yield();
+    }
   }
   return true;
 }
+
+unsigned Ring::drop() { return std::exchange(pushed_, 0); }
 
 bool Ring::wait(unsigned least) {
   while (enter(file_, 0, least, IORING_ENTER_GETEVENTS) < 0)

@@ -26,7 +26,8 @@ class Ring {  // one thread at a time may push and submit, one (perhaps another)
   bool open(unsigned entries);  // false where reads by io_uring are not to be had
   // At most `entries` between two calls of submit.
   void push_read(int file, void* to, uint32_t length, int64_t offset, uint64_t tag);
-  bool submit();            // what was pushed; false: the kernel does not take it
+  bool submit();            // what was pushed; false: the kernel does not take it, see drop()
+  unsigned drop();          // forget what was pushed last and not taken; how many
   bool wait(unsigned least = 1);  // until so much is done; false: interrupted for good
   bool take(uint64_t* tag, int32_t* result);  // something done; result: bytes or -errno
 
