@@ -1,4 +1,4 @@
-// Decode attention over the paged cache: one query token a row, of sequences of their own or of one.
+// Decode attention over the paged cache: one query token a row, of one sequence or of several.
 //
 // The positions a token sees are cut into spans of kSpan, counted from the first one it sees. A
 // span of a row and some neighbouring groups is an item of work; for each group it leaves the

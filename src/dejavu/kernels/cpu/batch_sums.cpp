@@ -77,7 +77,8 @@ void Coefficients::columns(const Matrix& weight, Size first, Size last, const fl
         add_panel(panel[s], passes, of(t, 0) + start, padded(tile), rows, start == 0, acc[s]);
     }
     for (Size s = 0; s < steps_here; ++s)
-      for (Size r = 0; r < rows; ++r) add_settled(acc[s] + r * kSumColumns, step(t, r), total[s][r]);
+      for (Size r = 0; r < rows; ++r)
+        add_settled(acc[s] + r * kSumColumns, step(t, r), total[s][r]);
   }
   for (Size s = 0; s < steps_here; ++s) {
     const Size at = first + s * kSumColumns;

@@ -184,8 +184,8 @@ DEJAVU_LOOP void panel_sums(const int8_t* const* w, Size count, Size known, cons
   }
 }
 
-// Batch rows from which a panel pays, and how much less time a stored row takes there than one that a
-// batch row adds up by itself.
+// Batch rows from which a panel pays, and how much less time a stored row takes there than one that
+// a batch row adds up by itself.
 constexpr Size kPanelLeast = 8, kPanelGain = 3;
 
 // Sums of int8 rows: see sums.h. Which zeros are passed over changes no bit, so it is only a

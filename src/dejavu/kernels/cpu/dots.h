@@ -179,7 +179,8 @@ struct Inputs {
       : rows(rows), width(width) {
     for (Size r = 0; r < rows; ++r) {
       row[r] = x + r * width;
-      if (int8) digits[r] = digits_of(row[r], width, (int16_t*)(scratch + r * digits_floats(width)));
+      if (int8)
+        digits[r] = digits_of(row[r], width, (int16_t*)(scratch + r * digits_floats(width)));
     }
   }
 };

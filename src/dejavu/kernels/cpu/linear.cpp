@@ -7,12 +7,12 @@ namespace {
 
 constexpr Size kMaxChunkRows = 256, kMaxListed = kMaxChunkRows + kAheadRows;
 
-// Rows an item: up to 128 KiB of a large matrix (an item of 32 KiB read bf16 a sixth slower),
-// less of a small one, so that the items share out evenly.
+// Rows an item: up to 1 MiB of a large matrix (items of 128 KiB reached 76 % of the rate of a
+// streaming sum in bf16, of 1 MiB 81 %), less of a small one, so that the items share out evenly.
 Size chunk_rows(const Matrix& weight, int threads) {
   const Size bytes = weight.dtype == Dtype::fp32 ? 4 : weight.dtype == Dtype::bf16 ? 2 : 1;
   const Size row = weight.columns * bytes, fair = weight.rows * row / (8 * threads);
-  const Size target = fair < 16384 ? 16384 : fair > 131072 ? 131072 : fair;
+  const Size target = fair < 16384 ? 16384 : fair > (1 << 20) ? 1 << 20 : fair;
   Size rows = 8;
   while (rows < kMaxChunkRows && 2 * rows * row <= target) rows *= 2;
   return rows;

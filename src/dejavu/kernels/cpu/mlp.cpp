@@ -31,8 +31,8 @@ inline bool closes(Activation activation) {
 
 constexpr Size kDropped = 128;  // entries looked at in one go
 
-// Whether sums of stored rows leave whole coefficients, not partial sums: from so many batch rows on
-// that is faster, sooner where partial sums are many or most coefficients 0.
+// Whether sums of stored rows leave whole coefficients, not partial sums: from so many batch rows
+// on that is faster, sooner where partial sums are many or most coefficients 0.
 bool in_batch(const Matrix& weight, Size tile, Size rows, const Selection* selection) {
   return weight.dtype == Dtype::int8 && rows >= (selection || tile <= 64 ? 4 : 8);
 }

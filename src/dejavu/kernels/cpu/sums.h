@@ -23,7 +23,8 @@ constexpr Size kSumColumns = 32;  // columns a step; accumulators are padded to 
 #if defined(__AVX2__)
 
 // 32 columns of rows 0, 1 and of rows 2, 3, widened, in pairs for the multiply-add. Lanes are in
-// the order of the unpacking; in_column_order() puts them right. For AVX-512 as well: memory is the limit.
+// the order of the unpacking; in_column_order() puts them right. For AVX-512 as well: memory is the
+// limit.
 struct Quad {
   __m256i first[4], second[4];
 };

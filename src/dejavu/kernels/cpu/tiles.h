@@ -63,8 +63,8 @@ inline Use use_of(const Selection* selection, Size block) {
   return {selection->mask, selection->entries, block};
 }
 
-// coefficients[r * tile + k] = input listed[k] of row r where the row uses it, with its stored row's
-// scale.
+// coefficients[r * tile + k] = input listed[k] of row r where the row uses it, with its stored
+// row's scale.
 inline void gather_coefficients(const float* x, Size rows, const Matrix& weight, const Use& use,
                                 const int32_t* listed, Size count, Size tile,
                                 float* coefficients) {
