@@ -255,8 +255,8 @@ def _quiet(done: int, total: int) -> None:
 
 def results(study: Study, pieces: Pieces) -> dict[str, Any]:
     """All pieces; what is missing for want of time is named."""
-    trained = [(TRAINED, distance) for distance in DISTANCES]
-    trained += [(tokens, 0.0) for tokens in AMOUNTS if tokens != TRAINED]
+    trained = [(tokens, 0.0) for tokens in AMOUNTS]
+    trained += [(TRAINED, distance) for distance in DISTANCES if distance]
     content: dict[str, Any] = {"model": MODEL, "predicted": [], "drift": [], "missing": []}
     todo: list[tuple[str, str, Callable[[], Any]]] = [("contexts", "contexts", study.contexts)]
     todo += [(f"drift {kind}", "drift", partial(study.drift, kind)) for kind in KINDS]
