@@ -108,8 +108,9 @@ def test_bytes_by_hand(result):
     int8 = layers * (4 * hidden * (hidden + 4) + 2 * neurons * (hidden + 4)) + vocab * (hidden + 4)
     vectors = 4 * (layers * (9 * hidden + neurons) + 2 * hidden)
     assert result.arm("CTranslate2 int8").bytes_per_token == int8 + vectors
-    rank = hidden  # never above the width
-    predictors = layers * (rank * (hidden + 4) + neurons * (rank + 4) + 4 * neurons)
+    rank = 9  # in 4 bits a sixth of the bytes of the first matrix in int8
+    first, second = rank * (hidden // 2 + 4), neurons * (rank + 1) // 2
+    predictors = layers * (first + second + 4 * neurons)
     arm = result.arm("forced 0.1")
     listed, active = arm.density.neurons, arm.density.active
     skipped = layers * neurons * 4 * ((1 - listed) * (hidden + 1) + (1 - active) * hidden)
