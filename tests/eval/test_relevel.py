@@ -10,6 +10,7 @@ import torch
 
 from dejavu.errors import InputError, PlanError
 from dejavu.eval.compare import compare
+from dejavu.eval.level_speed import timed
 from dejavu.eval.relevel import add_level
 from dejavu.eval.text import EvalText
 from dejavu.load import LoadedModel
@@ -81,3 +82,19 @@ def test_what_cannot_be_found_is_refused(made: tuple[LoadedModel, Plan], text: E
     if not plan.predictors:
         with pytest.raises(InputError, match="curves"):
             add_level(loaded, replace(plan, report={}), "new", 0.1, text)
+
+
+def test_levels_are_timed_and_nothing_else_changes(made: tuple[LoadedModel, Plan]) -> None:
+    loaded, plan = made
+    done: list[int] = []
+    found = timed(loaded, plan, [1, 2, 3], lambda stage, turn, turns: done.append(turn))
+    assert done == [1, 2, 3, 4, 5]
+    assert found.report.pop("dense_tokens_per_second") > 0
+    for name, level in found.levels.items():
+        assert level.report.pop("tokens_per_second") > 0
+        before = plan.levels[name]
+        kept = {k: v for k, v in before.report.items() if k != "tokens_per_second"}
+        assert level == replace(before, report=kept)
+    kept = {k: v for k, v in plan.report.items() if k != "dense_tokens_per_second"}
+    assert found.report == kept
+    assert found.predictors is plan.predictors

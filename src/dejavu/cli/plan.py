@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from dejavu.predictor.plan import Plan
 
+_PROMPT_TOKENS = 128
+
 app = typer.Typer(no_args_is_help=True, help="Look at sparsity plans, push and pull them.")
 
 _PlanArgument = Annotated[
@@ -87,7 +89,7 @@ def level(
     """Add a level for another loss to a plan; nothing is trained.
 
     Thresholds are tried on text until the loss is kept, best on text that the plan was not made
-    from. Default: the embedded calibration text.
+    from. Default: the embedded calibration text. Then all levels are timed on this machine.
 
     Example:
 
@@ -98,6 +100,7 @@ def level(
     from dejavu.cli.output import console, quiet, stages, write_json
     from dejavu.cli.sources import load, share
     from dejavu.embedded import CALIBRATION_TEXT
+    from dejavu.eval.level_speed import timed
     from dejavu.eval.relevel import add_level
     from dejavu.eval.text import read_text
     from dejavu.predictor.plan import load_plan
@@ -116,6 +119,8 @@ def level(
     with stages() as update:
         loss = share("--max-loss", max_loss)
         made = add_level(loaded, found, name, loss, tried_on, update)
+        prompt = tried_on.ids[: min(_PROMPT_TOKENS, context // 2)].tolist()
+        made = timed(loaded, made, prompt, update)
     if default:
         made = replace(made, default_level=name)
     made.save(out)
