@@ -281,14 +281,12 @@ class TritonOps(HeadOps):
         assert blocks <= ARRIVALS
         partial = self._empty(config.shares, rows, columns) if config.shares > 1 else None
         second, constants, ridden = self._ride_second(_RIDDEN * blocks if rows == 1 else 0)
-        more = -(-ridden // blocks)
-        lead = more if constants["RANK"] > self.attention_rank else 0  # no tail of long programs
         self._launch(
-            sum_rows_kernel, (blocks, config.shares + more),
+            sum_rows_kernel, (blocks, config.shares + -(-ridden // blocks)),
             x, rows, width, weight.data, weight.scale, bias,
             None if residual is None else residual.contiguous(), out, columns,
             flat, total, indices, counts, None if kind == "flat" else mask, tiles, entries,
-            partial, self._arrived, config.shares, lead, *second, **constants,
+            partial, self._arrived, config.shares, *second, **constants,
             LIST=kind, SKIP=skip, GUARD=selection is not None, CHANNELS=max(1, width // entries),
             JOIN=16 if rows == 1 else 2, TILES=power_of_two(tiles), TILE=tile_of(selection),
             ROWS=padded_rows(rows), BLOCK=config.block, COLUMNS=config.width,

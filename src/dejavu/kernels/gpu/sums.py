@@ -206,7 +206,7 @@ def _sum_rows(
 def sum_rows_kernel(
     x, rows, width, w, scale, bias, residual, out, columns,
     flat, flat_total, indices, counts, mask, tiles, entries,
-    partial, arrived, shares, lead,
+    partial, arrived, shares,
     hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
     second_entries,
     RANK: tl.constexpr, SECOND_TILE: tl.constexpr, SECOND_WIDTH: tl.constexpr,
@@ -225,23 +225,21 @@ def sum_rows_kernel(
     left at 0. JOIN: partial sums that are loaded together.
 
     A share is every shares-th block of rows: its first block is known before the total is. Programs
-    beyond the shares, or ahead of them (lead: so many for each column block), make the tiles of a
-    selection that rides along.
+    of further shares make the tiles of a selection that rides along.
     """
-    block, share = tl.program_id(0), tl.program_id(1) - lead
+    block, share = tl.program_id(0), tl.program_id(1)
     announce(PDL)
-    if (share >= 0) & (share < shares):
+    if share < shares:
         _sum_rows(
             x, rows, width, w, scale, bias, residual, out, columns, flat, flat_total, indices,
             counts, mask, tiles, entries, partial, arrived, shares, block, share, LIST, SKIP, GUARD,
             CHANNELS, TILES, TILE, ROWS, BLOCK, COLUMNS, EVEN, STAGES, JOIN, EARLY, PDL,
         )  # fmt: skip
     if second is not None:
-        if (share < 0) | (share >= shares):
+        if share >= shares:
             wait(PDL)
             ride_select(
                 hidden, second, second_scale, second_bias, second_indices, second_counts, counter,
-                second_entries,
-                tl.where(share < 0, share + lead, share - shares) * tl.num_programs(0) + block,
-                RANK, SECOND_TILE, SECOND_WIDTH,
+                second_entries, (share - shares) * tl.num_programs(0) + block, RANK, SECOND_TILE,
+                SECOND_WIDTH,
             )  # fmt: skip
