@@ -67,7 +67,7 @@ def test_levels_stand_in_the_order_of_their_loss(
 ) -> None:
     loaded, plan = made
     found = add_level(loaded, plan, "between", 0.1, text)
-    assert list(found.levels) == ["exact", "balanced", "between", "fast"]
+    assert list(found.levels) == ["exact", "careful", "balanced", "between", "fast"]
 
 
 def test_what_cannot_be_found_is_refused(made: tuple[LoadedModel, Plan], text: EvalText) -> None:

@@ -49,7 +49,8 @@ def test_prepare_keeps_the_allowed_loss_and_reads_less(folder: Path) -> None:
     plan = load_plan(folder)
     assert plan.levels["exact"].report["weight_bytes"] == 1.0
     assert plan.levels["exact"].inputs == ()
-    for name, allowed in (("balanced", 0.05), ("fast", 0.3)):
+    assert plan.default_level == "careful"
+    for name, allowed in (("careful", 0.025), ("balanced", 0.05), ("fast", 0.3)):
         level = plan.levels[name]
         assert level.report["perplexity_ratio"] <= 1 + allowed
         assert level.report["weight_bytes"] < 1.0

@@ -47,7 +47,7 @@ def test_a_plan_comes_back_as_it_was_saved(plan: Plan, tmp_path: Path) -> None:
     again = load_plan(tmp_path / "again")
     assert again.base == plan.base
     assert again.levels == plan.levels
-    assert again.default_level == plan.default_level == "balanced"
+    assert again.default_level == plan.default_level == "careful"
     assert again.calibration == plan.calibration
     assert again.report == plan.report
     assert again.predictors.keys() == plan.predictors.keys() != set()

@@ -53,7 +53,7 @@ def test_levels_keep_their_losses_on_fresh_text(plan: Plan, loaded: LoadedModel)
     ops = TorchOps()
     dense = window_losses(loaded.model, windows, Dense(), ops)
     previous = 1.0
-    for name, allowed in (("balanced", 0.01), ("fast", 0.03)):
+    for name, allowed in (("careful", 0.005), ("balanced", 0.01), ("fast", 0.03)):
         report = plan.levels[name].report
         assert report["perplexity_ratio"] <= 1 + allowed
         losses = window_losses(loaded.model, windows, plan.selector(loaded, name), ops)
@@ -370,6 +370,25 @@ def test_default_ranks_suit_the_shape(loaded: LoadedModel) -> None:
     assert PrepareOptions(ranks=(999, 3)).neuron_ranks(shape(8, 6)) == (3, 6)
 
 
+def test_a_plan_runs_carefully_where_nothing_else_was_asked_for(plan: Plan) -> None:
+    assert list(plan.levels) == ["exact", "careful", "balanced", "fast"]
+    assert plan.default_level == "careful"
+    assert plan.level() is plan.levels["careful"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"careful_loss": 0.02}, "careful_loss"),
+        ({"careful_loss": 0.0}, "careful_loss"),
+        ({"default_level": "carefull"}, "careful"),
+    ],
+)
+def test_levels_that_make_no_sense_are_refused(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        PrepareOptions(**asked)
+
+
 def test_threads_are_put_back(loaded: LoadedModel, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     with pytest.raises(InputError, match="too short"):
@@ -381,5 +400,6 @@ def test_the_plan_is_plain_json(plan_folder: Path) -> None:
     text = (plan_folder / "plan.json").read_text(encoding="utf-8")
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in plan.json"))
     assert load_plan(plan_folder).levels["fast"].max_loss == 0.03
+    assert load_plan(plan_folder).levels["careful"].max_loss == 0.005
     assert LayerPolicy() in load_plan(plan_folder).levels["exact"].heads
     assert isinstance(load_plan(plan_folder).levels["exact"], Level)

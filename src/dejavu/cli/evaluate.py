@@ -153,7 +153,7 @@ def evaluate(
         )
         return
     from dejavu.cli.output import console, progress, quiet, write_json
-    from dejavu.cli.sources import level_name, load, selector
+    from dejavu.cli.sources import load, selector
     from dejavu.embedded import HELDOUT_TEXT
     from dejavu.eval.compare import compare
     from dejavu.eval.perplexity import evaluate as perplexity_of
@@ -173,8 +173,7 @@ def evaluate(
         options.refuse_without_effect({"--device": None if device == "cpu" else device}, why)
         flash = load_flash(model, bundle or find_bundle(model, plan, dtype), dtype=dtype)
         loaded = flash.loaded
-    chosen = selector(loaded, plan, level, policy)
-    level = level_name(plan, level)
+    chosen, level = selector(loaded, plan, level, policy)
     scored = read_text(
         text or HELDOUT_TEXT,
         load_tokenizer(loaded.checkpoint),

@@ -15,8 +15,13 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN", help="Folder to write.")],
     text: options.Texts = None,
     max_loss: Annotated[
-        str, typer.Option("--max-loss", help="Perplexity that the level balanced may cost.")
-    ] = "1%",
+        str | None,
+        typer.Option(
+            "--max-loss",
+            help="Perplexity that the level balanced may cost, which is the plan's default then. "
+            "Without: 1%, and the default is careful, at half of it.",
+        ),
+    ] = None,
     fast_loss: Annotated[
         str, typer.Option("--fast-loss", help="Perplexity that the level fast may cost.")
     ] = "3%",
@@ -40,7 +45,7 @@ def prepare(
 ) -> None:
     """Train and calibrate predictors on text, and choose what every layer may skip for a loss.
 
-    Writes the levels exact, balanced and fast with a report. Ctrl-C keeps what is done in
+    Writes the levels exact, careful, balanced and fast with a report. Ctrl-C keeps what is done in
     PLAN.partial; the same command continues there.
 
     Examples:
@@ -57,12 +62,13 @@ def prepare(
     from dejavu.cli.plan import levels_table
     from dejavu.cli.sources import load, numbers, share, texts
     from dejavu.embedded import CALIBRATION_TEXT
-    from dejavu.predictor.options import PrepareOptions
+    from dejavu.predictor.options import BALANCED, CAREFUL, PrepareOptions
     from dejavu.predictor.prepare import prepare as run
     from dejavu.weights.tokenizer import load_tokenizer
 
     asked = PrepareOptions(
-        max_loss=share("--max-loss", max_loss),
+        max_loss=share("--max-loss", max_loss or "1%"),
+        default_level=CAREFUL if max_loss is None else BALANCED,
         fast_loss=share("--fast-loss", fast_loss),
         ranks=None if ranks is None else tuple(int(r) for r in numbers("--ranks", ranks)),
         heads=heads,

@@ -55,26 +55,29 @@ def model_shape(model: str | None, shape: str | None) -> ModelConfig:
 
 def selector(
     loaded: LoadedModel, plan: str | None, level: str | None, policy: str | None
-) -> Selector | None:
-    """The selector of a plan or of a named policy; None for neither. Raises InputError for both."""
+) -> tuple[Selector | None, str | None]:
+    """The selector of a plan or of a named policy, None for neither; and of a plan the level that
+    runs. Raises InputError for both."""
     if plan is not None and policy is not None:
         raise InputError("give --plan or --policy, not both")
     if plan is not None:
         from dejavu.predictor.plan import load_plan
 
-        return load_plan(plan).selector(loaded, level)
+        found = load_plan(plan)
+        return found.selector(loaded, level), level or found.default_level
     if level is not None:
         raise InputError(f"--level {level} is one of a plan's, and no --plan is given")
     if policy is not None:
         from dejavu.embedded import CALIBRATION_TEXT
         from dejavu.sparsity.policies import parse_policy
 
-        return parse_policy(
+        found_policy = parse_policy(
             policy,
             loaded.model,
             lambda: [w[:-1] for w in text_windows(loaded, [CALIBRATION_TEXT], None, 16)],
         )
-    return None
+        return found_policy, None
+    return None, None
 
 
 def level_name(plan: str | None, level: str | None) -> str | None:

@@ -57,7 +57,7 @@ def run_suite(
         generations=generations,
     )
     loaded = load(model, dtype, threads, device)
-    chosen = selector(loaded, plan, level, policy)
+    chosen, level = selector(loaded, plan, level, policy)
     assert chosen is not None
     with stages() as update:
         result = Suite(

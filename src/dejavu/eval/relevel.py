@@ -16,7 +16,7 @@ from dejavu.eval.compare import Comparison, compare
 from dejavu.eval.text import EvalText
 from dejavu.load import LoadedModel
 from dejavu.predictor.input_budget import curves_from_json, price_for_loss, priced_thresholds
-from dejavu.predictor.levels import EXACT
+from dejavu.predictor.options import EXACT
 from dejavu.predictor.plan import LayerPolicy, Level, Plan
 from dejavu.sparsity.inputs import Thresholds
 from dejavu.sparsity.losses import Mean

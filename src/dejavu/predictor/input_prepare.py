@@ -30,9 +30,9 @@ from dejavu.predictor.input_budget import (
     price_for_loss,
     priced_thresholds,
 )
-from dejavu.predictor.levels import EXACT, FAST, Progress
-from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.plan import DEFAULT_LEVEL, BaseModel, LayerPolicy, Level, Plan
+from dejavu.predictor.levels import Progress
+from dejavu.predictor.options import EXACT, PrepareOptions
+from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan
 from dejavu.predictor.recording import window_losses
 from dejavu.predictor.wide import widened
 from dejavu.predictor.workspace import Workspace
@@ -42,7 +42,7 @@ from dejavu.sparsity.losses import Mean, block_mean
 from dejavu.sparsity.policy import Dense, Selector
 
 _CURVE_TOKENS = 2048  # more change a threshold by less than the grid of sparsities
-_MEASURED_TOKENS = 4096  # of held-out text, for each price tried
+_MEASURED_TOKENS = 8192  # of held-out text, for each price tried
 _WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
 
 
@@ -60,8 +60,8 @@ def prepare_inputs(
     name: str,
     progress: Progress,
 ) -> Plan:
-    """The plan, saved: levels exact (dense), balanced and fast. An interrupted run goes on with
-    the curves and the measurements that it had finished."""
+    """The plan, saved: levels exact (dense), careful, balanced and fast. An interrupted run goes on
+    with the curves and the measurements that it had finished."""
     base = BaseModel.of(loaded, name)
     work = Workspace(target, _fingerprint(base, windows, options))
     with torch.inference_mode(False):
@@ -85,7 +85,7 @@ def prepare_inputs(
     dense = (LayerPolicy(),) * layers
     levels = {EXACT: Level(0.0, dense, dense, text.report(None, Mean(0.0, 0.0), ()))}
     found = None
-    for level, loss in ((DEFAULT_LEVEL, options.max_loss), (FAST, options.fast_loss)):
+    for level, loss in options.losses.items():
         found = price_for_loss(curves, loss, text.rise, found)
         price, rise = found or (None, Mean(0.0, 0.0))
         thresholds = () if price is None else tuple(priced_thresholds(curves, price))
@@ -98,6 +98,7 @@ def prepare_inputs(
         {},
         calibration=_calibration(windows, train, held_out, options),
         report=_summary(curves, text),
+        default_level=options.default_level,
     )
     plan.save(target)
     work.remove()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import DecoderLM
-from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.plan import DEFAULT_LEVEL, LayerPolicy
+from dejavu.predictor.options import EXACT, PrepareOptions
+from dejavu.predictor.plan import LayerPolicy
 from dejavu.predictor.recording import window_losses
 from dejavu.predictor.search import Candidate, Found, Place, Search, Timings
 from dejavu.predictor.selector import Choice, Key, PlanSelector
@@ -18,7 +18,6 @@ from dejavu.sparsity.accounting import dense_bytes
 from dejavu.sparsity.losses import Mean, block_mean
 from dejavu.sparsity.policy import Dense, Selector, Site
 
-EXACT, FAST = "exact", "fast"
 Policies = Mapping[Key, LayerPolicy]
 Progress = Callable[[str, int, int], None]  # stage, done, in all
 
@@ -90,6 +89,6 @@ def find_levels(
     budget = math.inf if share is None else share * dense_bytes(model.weights)
     search.choose_candidates(math.log1p(options.max_loss), budget)
     levels = {EXACT: (0.0, Found(None, search.exact(), Mean(0.0, 0.0)))}
-    for name, loss in ((DEFAULT_LEVEL, options.max_loss), (FAST, options.fast_loss)):
+    for name, loss in options.losses.items():
         levels[name] = (loss, search.level(loss, held_out.rise))
     return levels, search.chosen

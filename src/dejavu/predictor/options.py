@@ -11,6 +11,7 @@ from dejavu.registry import unknown
 KINDS = ("svd", "paper")
 DISTANCES = (0.0, 0.5, 1.0)
 BITS = (4, 8)
+EXACT, CAREFUL, BALANCED, FAST = LEVELS = ("exact", "careful", "balanced", "fast")
 _MIDDLE_RANK = 213
 _PREDICTOR_SHARE = 0.33  # of the first matrix's size, were it int8
 _SPREAD = (0.75, 1.0, 1.25)
@@ -20,7 +21,9 @@ _SPREAD = (0.75, 1.0, 1.25)
 class PrepareOptions:
     """Everything that decides what a plan becomes, beside model and text.
 
-    max_loss, fast_loss: allowed relative rise of perplexity at the levels `balanced` and `fast`.
+    max_loss, fast_loss, careful_loss: allowed relative rise of perplexity at the levels `balanced`,
+    `fast` and `careful`; of the last None: half of max_loss. default_level: what the plan runs at
+    where nobody asks for a level.
     tokens: trained on. held_out: tokens for thresholds and losses. window: tokens read at a time,
     at most the model's context. ranks: tried for every layer, None: three that suit the shape.
     predictor_share: bytes of all predictors over those of the dense model, at most; None: whatever
@@ -34,6 +37,8 @@ class PrepareOptions:
 
     max_loss: float = 0.01
     fast_loss: float = 0.03
+    careful_loss: float | None = None
+    default_level: str = CAREFUL
     tokens: int = 200_000
     held_out: int = 16_384
     window: int = 512
@@ -65,6 +70,13 @@ class PrepareOptions:
                 f"fast_loss {self.fast_loss:g} is below max_loss {self.max_loss:g}: the level "
                 "`fast` may lose more than `balanced`"
             )
+        if not 0 < self.losses[CAREFUL] <= self.max_loss:
+            raise InputError(
+                f"careful_loss must lie in (0, {self.max_loss:g}], not {self.careful_loss!r}: the "
+                "level `careful` may lose no more than `balanced`"
+            )
+        if self.default_level not in LEVELS:
+            raise unknown("level", self.default_level, LEVELS, InputError)
         if self.kind not in KINDS:
             raise unknown("predictor kind", self.kind, KINDS, InputError)
         if self.ranks is not None and not (self.ranks and min(self.ranks) >= 1):
@@ -79,6 +91,12 @@ class PrepareOptions:
             raise InputError(f"bits must be one of {BITS}, not {self.bits!r}")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads must be at least 1, not {self.threads!r}")
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """What the levels that lose anything may lose, ascending."""
+        careful = self.max_loss / 2 if self.careful_loss is None else self.careful_loss
+        return {CAREFUL: careful, BALANCED: self.max_loss, FAST: self.fast_loss}
 
     def neuron_ranks(self, config: ModelConfig) -> tuple[int, ...]:
         """Ranks to try for neurons, ascending.

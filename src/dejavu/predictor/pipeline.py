@@ -27,7 +27,7 @@ from dejavu.predictor.layer import Task, learn
 from dejavu.predictor.levels import HeldOut, find_levels
 from dejavu.predictor.lookahead import best_distance
 from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.plan import DEFAULT_LEVEL, BaseModel, LayerPolicy, Level, Plan, Source
+from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan, Source
 from dejavu.predictor.recording import Recorded, record, room, source_key
 from dejavu.predictor.report import Reporter
 from dejavu.predictor.search import Candidate, Found, Place
@@ -229,7 +229,7 @@ class Pipeline:
         times = measured if isinstance(measured, StepTimes) else None
         levels, chosen = find_levels(self._stored, places, survey.price, text, self._options, times)
         reporter = Reporter(self._stored, places, chosen, text, times)
-        summary = reporter.summary(levels[DEFAULT_LEVEL][1].threshold, notes)
+        summary = reporter.summary(levels[self._options.default_level][1].threshold, notes)
         summary["price_nats_per_byte"] = survey.price
         summary["cost"] = measured if times is None else asdict(times)
         return Plan(
@@ -238,6 +238,7 @@ class Pipeline:
             _used_predictors([found for _, found in levels.values()], chosen),
             calibration=self._calibration(),
             report=summary,
+            default_level=self._options.default_level,
         )
 
     def _timed(self) -> StepTimes | str:
