@@ -52,12 +52,20 @@ class Arm:
     points: list[tuple[float, float, float]]
     threshold: float  # at `DENSITY`
 
+    def scores(self, x: Tensor) -> Tensor:
+        """Of inputs fp32 `[N, D]`; there must be factors."""
+        f = self.factors
+        assert f is not None
+        return Factors(*(part.to(x.device) for part in (f.first, f.second, f.bias))).scores(x)
+
     def to_plain(self) -> dict[str, Any]:
         """For `from_plain`; nothing but values and tensors."""
         factors = (
             None
             if self.factors is None
-            else (self.factors.first, self.factors.second, self.factors.bias)
+            else tuple(
+                f.cpu() for f in (self.factors.first, self.factors.second, self.factors.bias)
+            )
         )
         return vars(self) | {"factors": factors, "source": (str(self.source[0]), self.source[1])}
 
@@ -112,6 +120,11 @@ class Layer:
         found = svd_start(self.mlp.up.weight.float(), self.mlp.up.bias, self.moments, ranks)
         return [self.fitted(start) for start in found] if fitted else found
 
+    def random(self, rank: int) -> Factors:
+        """Where the paper's predictor starts from."""
+        up = self.mlp.up.weight
+        return random_start(up.rows, up.columns, rank, 0, up.data.device)
+
     def fitted(self, start: Factors, x: Tensor | None = None) -> Factors:
         """Scale and offset of every entry by Newton's method."""
         x = self.study.train.inputs[self.key] if x is None else x
@@ -138,14 +151,13 @@ class Layer:
 
     def judged(self, arm: Arm, scores: Tensor) -> Arm:
         """Fill in what is missed at every density: entries that score above one threshold."""
-        flat = scores.flatten().numpy()
-        places = [round((1 - density) * (len(flat) - 1)) for density in DENSITIES]
-        levels = np.partition(flat, places)[places]
-        arm.threshold = float(levels[DENSITIES.index(DENSITY)])
+        places = [round((1 - density) * (scores.numel() - 1)) for density in DENSITIES]
+        levels = ascending(scores, places)
+        arm.threshold = levels[DENSITIES.index(DENSITY)]
         mass = self.held.sum(dtype=torch.float64)
         squares = self.held.square()
         for level in levels:
-            left = scores <= float(level)
+            left = scores <= level
             missed = float(self.held[left].sum(dtype=torch.float64) / mass)
             damage = float(squares[left].sum(dtype=torch.float64)) / len(scores)
             nats = self.survey.sensitivity / 2 * damage
@@ -153,20 +165,27 @@ class Layer:
         return arm
 
 
+def ascending(scores: Tensor, places: Sequence[int]) -> list[float]:
+    """What would stand at some places of all scores in order."""
+    if scores.is_cuda:
+        found: list[float] = scores.flatten().sort().values[list(places)].tolist()
+        return found
+    flat = scores.flatten().numpy()
+    return [float(level) for level in np.partition(flat, places)[places]]
+
+
 def paper(layer: Layer) -> Iterator[Arm]:
     """Random start, BCE, every active neuron alike; the best of some rates at every rank."""
-    width = layer.study.model.config.hidden_size
-    entries = layer.study.model.config.intermediate_size
     tried = []
     for rate in PAPER_RATES:
-        start = random_start(entries, width, MIDDLE, 0)
+        start = layer.random(MIDDLE)
         (factors,) = layer.trained(layer.paper, [start], rate=rate, bits=8)
         arm = layer.low_rank(f"paper, rate {rate:g}", factors, 8)
         tried.append((arm.points[DENSITIES.index(DENSITY)][1], rate, arm))
         yield arm
     _, rate, best = min(tried, key=lambda found: found[0])
     ranks = [rank for rank in PAPER_RANKS if rank != MIDDLE]
-    starts = [random_start(entries, width, rank, 0) for rank in ranks]
+    starts = [layer.random(rank) for rank in ranks]
     for factors in layer.trained(layer.paper, starts, rate=rate, bits=8):
         yield layer.low_rank("paper", factors, 8)
     assert best.factors is not None
@@ -175,10 +194,8 @@ def paper(layer: Layer) -> Iterator[Arm]:
 
 def faster(layer: Layer) -> Iterator[Arm]:
     """The paper's at higher rates: in one pass a random start has far to go."""
-    width = layer.study.model.config.hidden_size
-    entries = layer.study.model.config.intermediate_size
     for rate in FASTER_RATES:
-        starts = [random_start(entries, width, rank, 0) for rank in FASTER_RANKS]
+        starts = [layer.random(rank) for rank in FASTER_RANKS]
         for factors in layer.trained(layer.paper, starts, rate=rate, bits=8):
             yield layer.low_rank(f"paper, rate {rate:g}", factors, 8)
 
@@ -197,12 +214,10 @@ def nibbles(layer: Layer) -> Iterator[Arm]:
 
 def parts(layer: Layer) -> Iterator[Arm]:
     """What start and labels bring by themselves."""
-    width = layer.study.model.config.hidden_size
-    entries = layer.study.model.config.intermediate_size
     (start,) = layer.starts([MIDDLE])
     (factors,) = layer.trained(layer.paper, [start], bits=8)
     yield layer.low_rank("SVD start, labels of the paper", factors, 8)
-    start = random_start(entries, width, MIDDLE, 0)
+    start = layer.random(MIDDLE)
     (factors,) = layer.trained(layer.task, [start], bits=8)
     yield layer.low_rank("random start, labels by contribution", factors, 8)
 
@@ -216,9 +231,10 @@ def untrained(layer: Layer) -> Iterator[Arm]:
     up, bias = layer.mlp.up.weight.float(), layer.mlp.up.bias
     x, held = (d.inputs[layer.key] for d in (layer.study.train, layer.study.held))
     entries, width = up.shape
+    zeros = torch.zeros(entries, device=up.device)
     agreeing = held.float().sign() @ up.sign().t()
     yield layer.other("signs, one threshold", 1, entries * width // 8, agreeing)
-    signs = Factors(up.sign(), torch.eye(entries) / width**0.5, torch.zeros(entries))
+    signs = Factors(up.sign(), torch.eye(entries, device=up.device) / width**0.5, zeros)
     fit = layer.fitted(signs, x.sign())
     scores = agreeing * fit.second.diagonal() + fit.bias
     yield layer.other("signs, fitted", 1, entries * width // 8 + 4 * entries, scores)
@@ -226,7 +242,7 @@ def untrained(layer: Layer) -> Iterator[Arm]:
         unit = up.square().mean(dim=1, keepdim=True).sqrt() * step
         top = 2.0 ** (bits - 1) - 0.5
         rounded = ((up / unit - 0.5).round() + 0.5).clamp(-top, top) * unit
-        scores = torch.addmm(torch.zeros(entries) if bias is None else bias, held.float(),
+        scores = torch.addmm(zeros if bias is None else bias, held.float(),
                              rounded.t()) * layer.norms  # fmt: skip
         yield layer.other("low-bit copy", bits, entries * width * bits // 8 + 8 * entries, scores)
 

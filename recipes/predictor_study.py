@@ -1,11 +1,11 @@
 """Which predictor misses how little at how many bytes: one harness over the embedded ReLU model.
 
-Usage: python recipes/predictor_study.py TEXT RESULT.json [LAYERS] [SECONDS]
+Usage: python recipes/predictor_study.py TEXT RESULT.json [LAYERS] [SECONDS] [DEVICE]
 
-TEXT: .txt or .xz. LAYERS: studied with training, default 1,4. Works in pieces: whatever is finished
-waits in RESULT.work; after SECONDS (default: never) it writes RESULT from that and stops, and the
-same command goes on. All arms (`predictor_arms.py`) see the same tokens, equally often. What comes
-out is drawn by `recipes/predictor_page.py`.
+TEXT: .txt or .xz. LAYERS: studied with training, default 1,4. DEVICE: cpu or cuda. Works in pieces:
+whatever is finished waits in RESULT.work; after SECONDS (default: never) it writes RESULT from that
+and stops, and the same command goes on. All arms (`predictor_arms.py`) see the same tokens, equally
+often. What comes out is drawn by `recipes/predictor_page.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from predictor_arms import (
     DENSITY,
     Arm,
     Layer,
+    ascending,
     faster,
     lookahead,
     nibbles,
@@ -65,10 +65,12 @@ COMPARED = (
 class Study:
     """The model, what was recorded of it, and the arms of each unit of work."""
 
-    def __init__(self, text: Path, work: Path, layers: Sequence[int]) -> None:
+    def __init__(self, text: Path, work: Path, layers: Sequence[int], device: str) -> None:
         self.layers, self._work, self.ops = layers, work, TorchOps()
         loaded = load_model(model_path("relu-30m"))
         self.stored, self.model = loaded.model, widened(loaded.model)
+        if device != "cpu":
+            self.model = load_model(model_path("relu-30m"), dtype="fp32", device=device).model
         self.windows = make_windows(
             [text],
             load_tokenizer(loaded.checkpoint),
@@ -139,12 +141,11 @@ class Scored(Selector):
             assert neurons is not None
             scores = neurons.squares(points.source(site, layer), ops)
             count = max(1, round(DENSITY * scores.numel()))
-            limit = float(np.partition(scores.flatten().numpy(), -count)[-count])
+            (limit,) = ascending(scores, [scores.numel() - count])
             return Selection.from_mask(scores >= limit)
-        assert arm.factors is not None
         place = 2 * layer + 1 - (2 * arm.source[1] + (arm.source[0] == Site.NEURONS))
         x = points.source(site, layer, place / 2)
-        return Selection.from_mask(arm.factors.scores(x) > arm.threshold)
+        return Selection.from_mask(arm.scores(x) > arm.threshold)
 
 
 def perplexities(study: Study, arms: dict[int, list[Arm]]) -> list[dict[str, Any]]:
@@ -204,7 +205,7 @@ def main() -> None:
     end = time.monotonic() + (float(sys.argv[4]) if sys.argv[4:] else float("inf"))
     work = result.with_suffix(".work")
     work.mkdir(parents=True, exist_ok=True)
-    study = Study(text, work, layers)
+    study = Study(text, work, layers, sys.argv[5] if sys.argv[5:] else "cpu")
     todo = [(name, n, make) for name, make in UNITS.items() for n in layers]
     todo += [("ranks", n, ranks) for n in range(study.model.config.num_hidden_layers)]
     compared = len(layers) * (1 + list(UNITS).index("nibbles"))
