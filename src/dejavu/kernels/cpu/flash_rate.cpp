@@ -54,6 +54,7 @@ int64_t with_threads(const Job& job, Clock::time_point start) {
 #ifdef DEJAVU_RING
 int64_t with_ring(Ring& ring, const Job& job, Clock::time_point start) {
   const Aligned buffers((size_t)(job.depth * job.size));
+  ring.hold(buffers.data, buffers.bytes);
   int64_t next = 0, reads = 0, under_way = 0;
   int fault = 0;
   const auto push = [&](uint64_t slot) {

@@ -33,7 +33,11 @@ class Uring : public Backend {
     for (int slot = reader.depth() - 1; slot >= 0; --slot) free_.push_back(slot);
   }
 
-  bool open() { return ring_.open((unsigned)reader_.depth()); }
+  bool open() {
+    if (!ring_.open((unsigned)reader_.depth())) return false;
+    ring_.hold(buffers_->data, buffers_->bytes);
+    return true;
+  }
 
   ~Uring() override {  // the buffers are the kernel's until its last read is back
     uint64_t tag;

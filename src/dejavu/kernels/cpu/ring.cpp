@@ -3,6 +3,7 @@
 #ifdef DEJAVU_RING
 
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,6 +14,10 @@
 
 namespace dejavu {
 namespace {
+
+#ifndef IORING_SETUP_COOP_TASKRUN
+#define IORING_SETUP_COOP_TASKRUN (1U << 8)  // Linux 5.19; older ones refuse it
+#endif
 
 constexpr int kAttempts = 10000;  // of a kernel that is short of memory
 
@@ -38,8 +43,15 @@ bool can_read(int ring) {
 
 bool Ring::open(unsigned entries) {
   io_uring_params p;
-  std::memset(&p, 0, sizeof p);
-  file_ = (int)syscall(__NR_io_uring_setup, entries, &p);
+  // A read that is back would interrupt the thread that started it, each by itself: 5 us a read in
+  // the disk's interrupt, before which the disk is given nothing new. Instead it is noted when that
+  // thread enters the kernel next, and a thread that waits does so all the time.
+  for (const unsigned flags : {IORING_SETUP_COOP_TASKRUN, 0U}) {
+    std::memset(&p, 0, sizeof p);
+    p.flags = flags;
+    file_ = (int)syscall(__NR_io_uring_setup, entries, &p);
+    if (file_ >= 0) break;
+  }
   // One mapping for both rings and polling for space are as old as the reads themselves.
   if (file_ < 0 || !(p.features & IORING_FEAT_SINGLE_MMAP) || !can_read(file_)) return false;
   const size_t sq = p.sq_off.array + p.sq_entries * sizeof(unsigned);
@@ -67,6 +79,13 @@ Ring::~Ring() {
   if (file_ >= 0) close(file_);
 }
 
+void Ring::hold(void* memory, size_t bytes) {
+  const iovec buffer = {memory, bytes};
+  if (syscall(__NR_io_uring_register, file_, IORING_REGISTER_BUFFERS, &buffer, 1) != 0) return;
+  held_ = (const char*)memory;
+  held_end_ = held_ + bytes;
+}
+
 io_uring_sqe* Ring::next() {
   const unsigned at = tail_ & sq_mask_;
   io_uring_sqe* entry = (io_uring_sqe*)entries_ + at;
@@ -79,7 +98,8 @@ io_uring_sqe* Ring::next() {
 
 void Ring::push_read(int file, void* to, uint32_t length, int64_t offset, uint64_t tag) {
   io_uring_sqe* entry = next();
-  entry->opcode = IORING_OP_READ;
+  const bool held = to >= held_ && (const char*)to + length <= held_end_;
+  entry->opcode = held ? IORING_OP_READ_FIXED : IORING_OP_READ;  // of buffer 0
   entry->fd = file;
   entry->addr = (uint64_t)(uintptr_t)to;
   entry->len = length;

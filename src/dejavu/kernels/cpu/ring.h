@@ -24,6 +24,9 @@ class Ring {  // one thread at a time may push and submit, one (perhaps another)
   Ring& operator=(const Ring&) = delete;
 
   bool open(unsigned entries);  // false where reads by io_uring are not to be had
+  // Reads into this memory need not look its pages up any more, where the kernel grants that. It
+  // takes the memory now, all of it, and has it until the ring is gone.
+  void hold(void* memory, size_t bytes);
   // At most `entries` between two calls of submit.
   void push_read(int file, void* to, uint32_t length, int64_t offset, uint64_t tag);
   bool submit();            // what was pushed; false: the kernel does not take it, see drop()
@@ -36,6 +39,7 @@ class Ring {  // one thread at a time may push and submit, one (perhaps another)
 
   int file_ = -1;
   unsigned pushed_ = 0, tail_ = 0;
+  const char *held_ = nullptr, *held_end_ = nullptr;
   void *submissions_ = nullptr, *entries_ = nullptr;
   size_t submissions_bytes_ = 0, entries_bytes_ = 0;
   unsigned *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
