@@ -116,3 +116,28 @@ def test_a_gpu_writes_the_same_text(distance: float, lazy: bool, tiny: Callable[
         texts.append([r.token_ids for r in requests])
         assert [r.error for r in requests] == [None]
     assert texts[0] == texts[1]
+
+
+def test_norms_let_their_successor_come_early_where_no_list_is_new(
+    few_programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = []
+    monkeypatch.setattr(
+        few_programs, "_launch", lambda *arguments, **options: late.append(options.get("LATE"))
+    )
+    rows = torch.randn(2, 16)
+    second, bias = Matrix(torch.randn(40, 16)), torch.zeros(40)
+
+    def norm() -> bool:
+        few_programs.rms_norm(rows, torch.ones(16), 1e-5)
+        return bool(late[-1])
+
+    norm()
+    assert not norm()
+    chosen = few_programs.select(rows, second, bias)
+    assert not few_programs._early(chosen)
+    assert norm()
+    assert few_programs._early(chosen)
+    assert not norm()
+    monkeypatch.setattr(few_programs, "_begun", few_programs._joined + 1)  # not waited for yet
+    assert norm()

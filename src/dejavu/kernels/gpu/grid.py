@@ -24,8 +24,9 @@ def announce(pdl: tl.constexpr):
 def wait(pdl: tl.constexpr):
     """Wait for the results of the kernel before.
 
-    Ahead of this a program may read what no kernel of a step writes, and what was there before the
-    last norm: a norm announces the kernel after it only when it has waited itself.
+    Ahead of this a program may read what no kernel of a step writes, and lists that were there
+    before the last norm: where one has been made since the norm before, a norm announces the kernel
+    after it only when it has waited itself.
     """
     if pdl:
         gdc_wait()

@@ -108,6 +108,10 @@ class HeadOps(Riding):
         dim = max(16, power_of_two(head_dim))
         config = self.tuning.attention(rows, kv_heads, head_dim)
         splits = config.shares
+        if rows == 1 and deferred is not None:
+            # So few programs read used heads that a selection beside them has ended by now. Joined
+            # here, it leaves norm and MLP free to come, and to ask for weights, early.
+            self._join()
         y = self._empty(rows, heads, head_dim)
         partial = self._empty(rows * kv_heads, splits, queries, dim + 2) if splits > 1 else None
         second, constants, tiles = self._ride_second(

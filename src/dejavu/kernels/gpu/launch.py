@@ -49,8 +49,11 @@ class Launcher:
         self._beside: Any = None
         if self.device.type == "cuda":
             self._beside = torch.cuda.Stream(self.device)
+        self._begun = self._joined = 0  # works on that stream, and how many have been waited for
         self._plain = False
-        self._fresh: set[int] = set()  # lists made since the last norm, by their address
+        # By their address: lists made since the last norm; and ahead, by the work of which number.
+        self._fresh: set[int] = set()
+        self._made: dict[int, int] = {}
         self._arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
     def ahead(self, work: Callable[[], T]) -> Callable[[], T]:
@@ -59,20 +62,37 @@ class Launcher:
         if self._beside is None:
             return at_once(work)
         with torch.cuda.device(self.device):
-            pending = self._plain
+            pending, fresh = self._plain, self._fresh
             self._beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._beside):
-                self._plain = True
+                self._plain, self._fresh = True, set()
                 result = work()
                 done = self._beside.record_event()
-            self._plain = pending
+            made = self._fresh
+            self._plain, self._fresh = pending, fresh
+        self._begun += 1
+        number = self._begun
+        self._made.update(dict.fromkeys(made, number))
 
         def wait() -> T:
-            torch.cuda.current_stream(self.device).wait_event(done)
-            self._plain = True
+            self._join(number, done)
             return result
 
         return wait
+
+    def _join(self, number: int | None = None, done: Any = None) -> None:
+        """Let the next launch wait for a work on the other stream (default: all), and so for those
+        before it."""
+        number = self._begun if number is None else number
+        if self._joined >= number:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if done is None:
+            current.wait_stream(self._beside)
+        else:
+            current.wait_event(done)
+        self._joined = number
+        self._plain = True
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """On the device of the tensors, whichever is current.
@@ -90,7 +110,10 @@ class Launcher:
     def _early(self, selection: Selection | None) -> bool:
         """Whether a launch may read a selection, and ask for weights, before the kernel ahead of it
         has ended; see `grid.wait`."""
-        return selection is None or selection.counts.data_ptr() not in self._fresh
+        if selection is None:
+            return True
+        made = selection.counts.data_ptr()
+        return made not in self._fresh and self._made.get(made, 0) <= self._joined
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -11,9 +11,12 @@ from dejavu.kernels.gpu.grid import announce, begin, wait
 @triton.jit
 def norm_kernel(
     x, weight, bias, y, width, eps,
-    CENTRED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    CENTRED: tl.constexpr, WIDTH: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of fp32 `[programs, width]`, normed in fp32; CENTRED: LayerNorm, else RMSNorm."""
+    """Rows of fp32 `[programs, width]`, normed in fp32; CENTRED: LayerNorm, else RMSNorm. LATE: the
+    next kernel may come when this one has waited; see `grid.wait`."""
+    if not LATE:
+        announce(PDL)
     row = tl.program_id(0).to(tl.int64) * width
     k = tl.arange(0, WIDTH)
     inside = k < width
@@ -23,7 +26,8 @@ def norm_kernel(
     if bias is not None:
         shift = tl.load(bias + k, mask=inside, other=0.0)
     wait(PDL)
-    announce(PDL)
+    if LATE:
+        announce(PDL)
     value = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)

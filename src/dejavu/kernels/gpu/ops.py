@@ -189,12 +189,16 @@ class TritonOps(HeadOps):
         x = x.contiguous()
         width = x.shape[-1]
         y = torch.empty_like(x, dtype=self.dtype)
-        if x.numel():
+        rows = x.numel() // max(1, width)
+        if rows:
+            if rows == 1:
+                self._join()  # here and not at the MLP, which then may come early
+            late = bool(self._fresh) or self._joined < self._begun
             self._fresh.clear()
             self._launch(
-                norm_kernel, (x.numel() // width,), x, weight, bias, y, width, eps,
-                CENTRED=centred, WIDTH=power_of_two(width),
-                num_warps=min(16, max(1, power_of_two(width) // 512)),
+                norm_kernel, (rows,), x, weight, bias, y, width, eps,
+                CENTRED=centred, WIDTH=power_of_two(width), LATE=late,
+                num_warps=min(8, max(1, power_of_two(width) // 512)),
             )  # fmt: skip
         return y
 
