@@ -19,6 +19,7 @@ from dejavu.weights.files import atomic_write
 
 Arms = list[dict[str, Any]]
 DENSITIES = (0.04, 0.1, 0.2)
+NEURONS = 2048  # of a layer
 CURVES = {
     ("paper", 8): ("the paper's, int8", "s--", "tab:red"),
     ("ours", 8): ("ours, int8", "o-", "tab:blue"),
@@ -32,7 +33,7 @@ CURVES = {
 
 def missed(arm: dict[str, Any], density: float) -> float:
     """Missed mass at a density, between the measured ones on a straight line of logarithms."""
-    points = [(d, max(m, 1e-7)) for d, m, _ in arm["points"]]
+    points: list[tuple[float, float]] = [(d, max(m, 1e-7)) for d, m, _ in arm["points"]]
     for (low, high), (right, least) in itertools.pairwise(points):
         if low <= density <= right:
             share = (density - low) / max(right - low, 1e-12)
@@ -65,6 +66,22 @@ def bytes_for(arms: Arms, density: float, mass: float) -> float | None:
             share = math.log(high / mass) / max(math.log(high / low), 1e-12)
             return math.exp((1 - share) * math.log(small) + share * math.log(large))
     return points[0][0] if points and points[0][1] <= mass else None
+
+
+def speed(content: dict[str, Any], arm: dict[str, Any], active: float, density: float) -> str:
+    """Tokens/s by the times of `predictor_speed.py`; `-` where no kernel has this form."""
+    cpu, listed = content.get("cpu"), density * NEURONS
+    if cpu is None or not arm["rank"]:
+        return "-"
+    rows = listed * content["row_bytes"] + min(active, listed) * cpu["down_bytes"]
+    sparse = sum(
+        line["start"] + line["slope"] * size
+        for line, size in (
+            (cpu["predictor_ns"][str(arm["bits"])], arm["bytes"]),
+            (cpu["rows_ns"], rows),
+        )
+    )
+    return f"{1e9 / (cpu['step_ns'] - cpu['layers'] * (cpu['mlp_ns'] - sparse)):.0f}"
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
@@ -103,13 +120,18 @@ def tables(content: dict[str, Any]) -> str:
     for number, arms in content["layers"].items():
         lines += [
             f"Layer {number}: missed mass in % with {', '.join(f'{d:.0%}' for d in DENSITIES)} of "
-            "the neurons read",
+            "the neurons read, and tokens/s on the CPU if all layers were like this",
             "",
-            "| predictor | rank | bits | KB | " + " | ".join(f"{d:.0%}" for d in DENSITIES) + " |",
-            "|---|---|---|---|" + "---|" * len(DENSITIES),
+            "| predictor | rank | bits | KB | "
+            + " | ".join([f"{d:.0%}" for d in DENSITIES] + [f"tok/s, {d:.0%}" for d in DENSITIES])
+            + " |",
+            "|---|---|---|---|" + "---|" * 2 * len(DENSITIES),
         ]
         for arm in arms:
-            values = " | ".join(f"{100 * missed(arm, d):.2f}" for d in DENSITIES)
+            values = " | ".join(
+                [f"{100 * missed(arm, d):.2f}" for d in DENSITIES]
+                + [speed(content, arm, content["active"][number], d) for d in DENSITIES]
+            )
             rank = arm["rank"] or "-"
             size = arm["bytes"] / 1000
             lines.append(f"| {arm['name']} | {rank} | {arm['bits']} | {size:.0f} | {values} |")
@@ -148,11 +170,10 @@ def tables(content: dict[str, Any]) -> str:
 def adaptive(content: dict[str, Any]) -> list[str]:
     """One rank for all layers against a rank a layer: bytes a token that count as one."""
     price, row = content["price_nats_per_byte"], content["row_bytes"]
-    neurons = 2048
 
     def cost(arm: dict[str, Any]) -> float:
         return float(
-            arm["bytes"] + min(d * neurons * row + nats / price for d, _, nats in arm["points"])
+            arm["bytes"] + min(d * NEURONS * row + nats / price for d, _, nats in arm["points"])
         )
 
     layers = [arms for arms in content["all_layers"].values() if arms]
