@@ -38,7 +38,8 @@ def add_level(
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with one more level (or another one of that name): the fewest bytes found whose
-    measured loss, one standard error added, is at most `max_loss` of relative perplexity.
+    measured loss, one standard error added (two where input channels are skipped), is at most
+    `max_loss` of relative perplexity.
 
     text: best one that the plan was not made from. Raises PlanError for another model's plan,
     InputError for a loss of 0 or less, the name `exact`, and where no threshold keeps the loss.
