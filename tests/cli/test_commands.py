@@ -104,6 +104,40 @@ def test_eval_dense_and_with_a_plan(tmp_path: Path) -> None:
     assert both["reads"]["weight_bytes"] < 1.0
 
 
+def test_eval_reads_a_plan_once_and_names_its_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dejavu.predictor import plan
+
+    read, own = [], plan.load_plan
+
+    def counted(source: str) -> plan.Plan:
+        read.append(source)
+        return own(source)
+
+    monkeypatch.setattr(plan, "load_plan", counted)
+    argv = ("eval", "relu-30m", "-n", 100, "--plan", "relu-30m")
+    assert run_json(tmp_path / "a.json", *argv)["level"] == "careful"
+    assert read == ["relu-30m"]
+
+
+@pytest.mark.parametrize(("asked", "level"), [((), "careful"), (("--max-loss", "2%"), "balanced")])
+def test_prepare_makes_the_level_asked_for_the_default(
+    asked: tuple[str, ...], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dejavu.predictor import prepare
+
+    seen = []
+
+    def stopped(*args: Any, options: Any, **rest: Any) -> None:
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "prepare", stopped)
+    run("prepare", "relu-30m", "--out", "plan", *asked)
+    assert [options.default_level for options in seen] == [level]
+
+
 def test_eval_with_a_policy(tmp_path: Path) -> None:
     found = run_json(tmp_path / "a.json", "eval", "relu-30m", "-n", 200, "--policy", "oracle")
     assert found["ratio"] == pytest.approx(1.0, abs=1e-4)
