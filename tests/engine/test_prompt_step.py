@@ -68,6 +68,18 @@ def test_it_is_the_plain_forward_within_rounding(loaded: LoadedModel, length: in
     assert (logits - truth).abs().max() < 2e-2 * truth.std()
 
 
+@pytest.mark.parametrize("length", [3, 40])
+def test_zeros_that_are_passed_over_change_no_bit(loaded: LoadedModel, length: int) -> None:
+    step, cache = a_step(loaded)
+    dense, other = a_step(loaded)
+    dense._whole = dense._keys_only = Dense()  # type: ignore[assignment]
+    ids = prompt(length, seed=7)
+    first, second = a_request(cache, ids), a_request(other, ids)
+    assert torch.equal(read(step, first, length)[0], read(dense, second, length)[0])
+    for a, b in zip(stored(cache, first), stored(other, second), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_cuts_neighbours_and_what_is_wanted_change_no_bit(loaded: LoadedModel) -> None:
     ids = prompt(70, seed=1)
     step, cache = a_step(loaded)

@@ -148,6 +148,50 @@ def test_attention_of_a_row_alone(native_ops):
     assert torch.equal(attend(slice(0, 3), wider), together)
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_alone_equals_the_head_in_a_group(isa, dim, dtype):
+    """Short heads with one query have a loop of their own."""
+    g = torch.Generator().manual_seed(dim)
+    keys, values = torch.randn(2, 24, 8, 2, dim, generator=g).to(dtype)
+    table = torch.arange(24, dtype=torch.int32).view(2, 12)
+    lengths = torch.tensor([90, 7], dtype=torch.int32)
+    q, k, v = torch.randn(3, 2, 2, dim, generator=g)
+
+    def attend(queries):
+        view = CacheView(keys.clone(), values.clone(), table, lengths)
+        heads = q.repeat_interleave(queries, dim=1)
+        return NativeOps(2, isa).attention(
+            heads, k, v, view, scale=dim**-0.5, window=None, selection=None
+        )
+
+    assert torch.equal(attend(3)[:, ::3], attend(1))
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.9])
+def test_scattered_choices_of_many_rows(isa, rows, share):
+    """Lists that reach over many entries, and rows that use nothing of a list."""
+    g = torch.Generator().manual_seed(rows)
+    neurons, width = 4100, 64
+    up, down = (random_weight(neurons, width, "int8", g) for _ in range(2))
+    x = torch.randn(rows, width, generator=g)
+    used = torch.rand(rows, neurons, generator=g) < share
+    used[1] = False
+    used[:, 700:2100] = False
+    ops, one = NativeOps(2, isa), NativeOps(1, isa)
+
+    def mlp(ops, x, used):
+        chosen = selection_of(used)
+        rest = None, down, None, Activation("relu"), chosen, None
+        return ops.mlp(x, Projection(up), *rest), ops.linear(x, [Projection(up, None, chosen)])[0]
+
+    together = mlp(ops, x, used)
+    for r in range(rows):
+        alone = mlp(one, x[r : r + 1], used[r : r + 1])
+        assert all(torch.equal(a[0], b[r]) for a, b in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("block", [1, 5, 80])
 def test_a_full_list_equals_none(native_ops, rows, block):

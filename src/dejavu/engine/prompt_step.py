@@ -23,7 +23,7 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import KVCache, blocks_for
-from dejavu.sparsity.policy import Dense, Points, Selector, Site
+from dejavu.sparsity.policy import Points, Selector, Site
 
 # Programs exist for these numbers of rows; a step is filled up with rows of no sequence.
 _WIDTHS = (1, 2, 4, 6, 8, 12, MAX_ROWS)
@@ -47,19 +47,27 @@ class _Row(NamedTuple):
     wanted: bool
 
 
-class KeysOnly(Selector):
-    """Dense, but of the last layer nothing besides keys and values: nobody reads its output."""
+class Whole(Selector):
+    """Everything; but where an activation is exactly zero its row of `down` may be passed over,
+    which changes no bit (`Selection.full`).
 
-    def __init__(self, model: DecoderLM) -> None:
+    keys_only: of the last layer nothing besides keys and values, where nobody reads its output.
+    """
+
+    def __init__(self, model: DecoderLM, *, keys_only: bool) -> None:
         c = model.config
-        self._last = c.num_hidden_layers - 1
+        self._last = c.num_hidden_layers - 1 if keys_only else c.num_hidden_layers
         self._none = {
             Site.HEADS: Selection.empty(c.num_key_value_heads, 1),
             Site.NEURONS: Selection.empty(c.intermediate_size, 1),
         }
+        sparse = model.activation.is_sparse
+        self._neurons = Selection.full(c.intermediate_size) if sparse else None
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
-        return self._none[site] if layer == self._last else None
+        if layer == self._last:
+            return self._none[site]
+        return self._neurons if site is Site.NEURONS else None
 
 
 class PromptStep:
@@ -80,7 +88,8 @@ class PromptStep:
         goes through Python op by op."""
         self._at_once = not recorded
         self._model, self._cache, self._ops, self._vocab = model, cache, ops, vocab_size
-        self._whole, self._keys_only = Dense(), KeysOnly(model)
+        self._whole = Whole(model, keys_only=False)
+        self._keys_only = Whole(model, keys_only=True)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self._positions = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self._lengths = torch.zeros(MAX_ROWS, dtype=torch.int32)

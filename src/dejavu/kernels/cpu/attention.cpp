@@ -100,15 +100,23 @@ void enter(const AttentionArgs& a, Size row, Size group) {
 
 // Scaled scores to exponentials below the largest, in place; {largest, their sum}.
 void soften(float* scores, Size size, float scale, float* result) {
-  float top = -__builtin_inff();
-  for (Size p = 0; p < size; ++p) {
+  Vec tops = broadcast(-__builtin_inff());
+  Size p = 0;
+  for (; p + Vec::width <= size; p += Vec::width) {
+    const Vec scaled = load(scores + p) * broadcast(scale);
+    store(scores + p, scaled);
+    tops = max(scaled, tops);  // in this order a NaN is passed over, and comes back below
+  }
+  float top = largest(tops);
+  for (; p < size; ++p) {
     scores[p] *= scale;
     top = scores[p] > top ? scores[p] : top;
   }
   Vec total = zero();
-  for_vectors(0, size, [&](Size p, Size n) {
-    store(scores + p, exp(load(scores + p, n) - broadcast(top)), n);
-    total = total + load(scores + p, n);
+  for_vectors(0, size, [&](Size at, Size n) {
+    const Vec weight = exp(load(scores + at, n) - broadcast(top));
+    store(scores + at, weight, n);
+    total = total + (n == Vec::width ? weight : load(scores + at, n));
   });
   result[0] = top;
   result[1] = sum(total);
@@ -125,11 +133,15 @@ class SpanFetch {
 
   // So many more pieces, each the keys (values) of one group at one position.
   void next(Size pieces) {
-    for (; pieces > 0; --pieces) {
-      if (position_ == size_) return;
-      const K* piece = cache_ + at_[position_] + groups_[group_] * dim_;
-      for (Size i = 0; i < dim_; i += kLine / (Size)sizeof(K)) prefetch(piece + i);
-      if (++group_ < group_count_) continue;
+    while (pieces > 0 && position_ < size_) {
+      const K* row = cache_ + at_[position_];
+      const Size left = group_count_ - group_, taken = pieces < left ? pieces : left;
+      pieces -= taken;
+      for (const Size stop = group_ + taken; group_ < stop; ++group_) {
+        const K* piece = row + groups_[group_] * dim_;
+        for (Size i = 0; i < dim_; i += kLine / (Size)sizeof(K)) prefetch(piece + i);
+      }
+      if (group_ < group_count_) return;
       group_ = 0;
       if (++position_ < size_ || cache_ == values_) continue;
       position_ = 0;
@@ -144,6 +156,49 @@ class SpanFetch {
   const Size* groups_;
   Size group_count_, dim_, position_ = 0, group_ = 0;
 };
+
+// out[p] = keys[p] . query for p < count, N whole vectors long: the sums of dot_grid, without what
+// it does for long rows, which takes longer than a head's few vectors.
+template <class K, int N>
+DEJAVU_LOOP void score(const K* const* keys, Size offset, const float* query, Size count,
+                       float* out) {
+  Vec q[N];
+  for (int i = 0; i < N; ++i) q[i] = load(query + i * Vec::width);
+  const auto four = [&](const K* const* from, float* to) __attribute__((always_inline)) {
+    Vec totals[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      Vec chain[kChains] = {zero(), zero()};
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i)
+        chain[i % kChains] =
+            fma(q[i], load(from[j] + offset + i * Vec::width), chain[i % kChains]);
+      totals[j] = chain[0] + chain[1];
+    }
+    sum_four(totals, to);
+  };
+  Size p = 0;
+  for (; p + 4 <= count; p += 4) four(keys + p, out + p);
+  if (p == count) return;
+  const K* last[4];
+  float results[4];
+  for (Size k = 0; k < 4; ++k) last[k] = keys[p + k < count ? p + k : count - 1];
+  four(last, results);
+  for (Size k = 0; p + k < count; ++k) out[p + k] = results[k];
+}
+
+// Scores of `count` queries of a group with `together` keys, [count][kSpan].
+template <class K>
+inline void score_rows(const K* const* keys, Size offset, Size together, const float* const* q,
+                       Size count, Size dim, float* out) {
+  if (count == 1 && dim == 4 * Vec::width)
+    return score<K, 4>(keys, offset, q[0], together, out);
+  if (count == 1 && dim == 8 * Vec::width)
+    return score<K, 8>(keys, offset, q[0], together, out);
+  const K* own[kTogether];
+  for (Size k = 0; k < together; ++k) own[k] = keys[k] + offset;
+  dot_grid(own, together, together, q, count, dim, out, kSpan);
+}
 
 // out[0..N vectors) += sum over p < count of weights[p] * rows[p], in order.
 template <class K, int N>
@@ -160,22 +215,24 @@ DEJAVU_LOOP void weigh(const K* const* rows, Size offset, const float* weights, 
   for (int i = 0; i < N; ++i) store(out + i * Vec::width, total[i]);
 }
 
+// From element `offset` of the rows on, `dim` long.
 template <class K>
-inline void weigh_rows(const K* const* rows, const float* weights, Size count, float* out,
-                       Size dim) {
+inline void weigh_rows(const K* const* rows, Size offset, const float* weights, Size count,
+                       float* out, Size dim) {
   Size at = 0;
   const auto pass = [&](auto vectors) {
     constexpr int N = decltype(vectors)::value;
     for (; at + N * Vec::width <= dim; at += N * Vec::width)
-      weigh<K, N>(rows, at, weights, count, out + at);
+      weigh<K, N>(rows, offset + at, weights, count, out + at);
   };
   pass(std::integral_constant<int, 8>());
+  pass(std::integral_constant<int, 4>());
   pass(std::integral_constant<int, 2>());
   pass(std::integral_constant<int, 1>());
   if (const Size rest = dim - at) {
     Vec total = load_partial(out + at, rest);
     for (Size p = 0; p < count; ++p)
-      total = fma(broadcast(weights[p]), load_partial(rows[p] + at, rest), total);
+      total = fma(broadcast(weights[p]), load_partial(rows[p] + offset + at, rest), total);
     store_partial(out + at, total, rest);
   }
 }
@@ -200,30 +257,31 @@ void attend_span(const AttentionArgs& a, Size row, const Size* groups, Size grou
       for (Size k = 0; k < together; ++k) stored[k] = cache + at[from + k];
       return together;
     };
-    for (Size from = 0; from < size; from += kTogether)
+    for (Size from = 0; from < size; from += kTogether) {
+      const Size together = point(all_keys, from);
       for (Size n = 0; n < group_count; ++n) {
-        const K* keys = all_keys + groups[n] * dim;
         if (!h) ahead.next(kTogether);
         for (Size i = 0; i < count; ++i)
           q[i] = a.q + (row * a.heads + groups[n] * queries + h + i) * dim;
-        const Size together = point(keys, from);
-        dot_grid(stored, together, together, q, count, dim, scores + n * count * kSpan + from,
-                 kSpan);
+        score_rows(stored, groups[n] * dim, together, q, count, dim,
+                   scores + n * count * kSpan + from);
       }
+    }
     for (Size n = 0; n < group_count; ++n)
       for (Size i = 0; i < count; ++i) {
         float* result = part(groups[n]) + (h + i) * (dim + 2);
         soften(scores + (n * count + i) * kSpan, size, a.scale, result);
         std::memset(result + 2, 0, (size_t)dim * sizeof(float));
       }
-    for (Size from = 0; from < size; from += kTogether)
+    for (Size from = 0; from < size; from += kTogether) {
+      const Size together = point(all_values, from);
       for (Size n = 0; n < group_count; ++n) {
         if (!h) ahead.next(kTogether);
-        const Size together = point(all_values + groups[n] * dim, from);
         for (Size i = 0; i < count; ++i)
-          weigh_rows(stored, scores + (n * count + i) * kSpan + from, together,
+          weigh_rows(stored, groups[n] * dim, scores + (n * count + i) * kSpan + from, together,
                      part(groups[n]) + (h + i) * (dim + 2) + 2, dim);
       }
+    }
   }
 }
 

@@ -49,6 +49,26 @@ DEJAVU_LOOP void add_panel(const Quad* panel, Size quads, const int16_t* q, Size
   }
 }
 
+// Bit i: whether q[i] is not 0, i < count <= 64. Reads whole vectors, which `q` has room for.
+inline uint64_t set_bits(const int16_t* q, Size count) {
+  static_assert(kPassRows == 64);
+  uint64_t bits = 0;
+#if defined(__AVX2__)
+  for (Size i = 0; i < count; i += 32) {
+    const __m256i none = _mm256_setzero_si256();
+    const __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i*)(q + i)), none);
+    const __m256i high =
+        _mm256_cmpeq_epi16(_mm256_loadu_si256((const __m256i*)(q + i + 16)), none);
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
+    bits |= (uint64_t)(uint32_t)~_mm256_movemask_epi8(both) << i;
+  }
+  if (count < 64) bits &= ((uint64_t)1 << count) - 1;
+#else
+  for (Size i = 0; i < count; ++i) bits |= (uint64_t)(q[i] != 0) << i;
+#endif
+  return bits;
+}
+
 }  // namespace
 
 void Coefficients::columns(const Matrix& weight, Size first, Size last, const float* bias,
@@ -104,9 +124,12 @@ void Coefficients::picked(const Matrix& weight, Size r, Size first, Size last, c
       const int8_t* own[kPassRows + kSumRows];
       int16_t q[kPassRows + kSumRows];
       Size count = 0;
-      for (Size k = 0; k < size; ++k) {
-        own[count] = stored[t * padded(tile) + start + k] + first;
-        count += (q[count] = of(t, r)[start + k]) != 0;
+      const int16_t* all = of(t, r) + start;
+      const int8_t* const* rows_here = stored + t * padded(tile) + start;
+      for (uint64_t bits = set_bits(all, size); bits; bits &= bits - 1) {
+        const int k = __builtin_ctzll(bits);
+        own[count] = rows_here[k] + first;
+        q[count++] = all[k];
       }
       const Size used_here = count;
       for (; count % kSumRows; ++count) {

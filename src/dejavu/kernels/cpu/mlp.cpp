@@ -68,6 +68,19 @@ Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size ro
   return left;
 }
 
+// How many of them drop_zeros would leave.
+Size count_used(const float* values, Size count, Size stride, Size rows) {
+  Size used = 0;
+  for (Size first = 0; first < count; first += kDropped) {
+    const Size size = count - first < kDropped ? count - first : kDropped;
+    uint8_t any[kDropped] = {};
+    for (Size r = 0; r < rows; ++r)
+      for (Size k = 0; k < size; ++k) any[k] |= values[r * stride + first + k] != 0;
+    for (Size k = 0; k < size; ++k) used += any[k];
+  }
+  return used;
+}
+
 }  // namespace
 
 Scratch scratch_combine(const CombineArgs& a) {
@@ -92,11 +105,10 @@ void run_combine(const CombineArgs& a, Worker& worker) {
     Size count = list_range(a.selection, block, first, last, listed);
     gather_coefficients(a.x, a.rows, weight, use, listed, count, a.tile, coefficients);
     const bool skip = a.selection != nullptr;
+    // A batch leaves it to every row to pass over its own zeros.
+    if (batch) return whole.put(weight, t, listed, count, coefficients);
     if (skip) count = drop_zeros(listed, coefficients, count, a.tile, a.rows);
-    if (batch)
-      whole.put(weight, t, listed, count, coefficients);
-    else
-      partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
+    partials.fill(t, weight, listed, count, coefficients, a.tile, skip);
   });
   if (batch) return whole.add_up(weight, a.bias, a.residual, a.out, worker);
   partials.reduce(a.bias, a.residual, a.out, worker);
@@ -138,16 +150,21 @@ void run_mlp(const MlpArgs& a, Worker& worker) {
       for (Size r = 0; r < a.rows; ++r)
         for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= linear[r * a.tile + k];
     }
-    if (skip) count = drop_zeros(listed, active, count, a.tile, a.rows);
+    Size used = count;
+    if (skip && batch && a.selection->active)
+      used = count_used(active, count, a.tile, a.rows);
+    else if (skip && !batch)
+      used = count = drop_zeros(listed, active, count, a.tile, a.rows);
     if (skip && a.selection->active)
-      __atomic_fetch_add(a.selection->active, (int64_t)count, __ATOMIC_RELAXED);
-    if (a.down->scale)
+      __atomic_fetch_add(a.selection->active, (int64_t)used, __ATOMIC_RELAXED);
+    if (a.down->scale) {
+      float* scale = linear;
+      for (Size k = 0; k < count; ++k) scale[k] = a.down->scale[listed[k]];
       for (Size r = 0; r < a.rows; ++r)
-        for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= a.down->scale[listed[k]];
-    if (batch)
-      whole.put(*a.down, t, listed, count, active);
-    else
-      partials.fill(t, *a.down, listed, count, active, a.tile, skip);
+        for (Size k = 0; k < count; ++k) active[r * a.tile + k] *= scale[k];
+    }
+    if (batch) return whole.put(*a.down, t, listed, count, active);
+    partials.fill(t, *a.down, listed, count, active, a.tile, skip);
   });
   if (batch) return whole.add_up(*a.down, a.down_bias, a.residual, a.out, worker);
   partials.reduce(a.down_bias, a.residual, a.out, worker);

@@ -38,7 +38,9 @@ inline Size list_range(const Selection* selection, Size block, Size first, Size 
     for (Size i = first; i < last; ++i) listed[count++] = (int32_t)i;
     return count;
   }
-  if (block == 1 && first % selection->tile == 0 && last - first <= selection->tile) {
+  const Size cut = first + selection->tile < selection->entries ? first + selection->tile
+                                                                : selection->entries;
+  if (block == 1 && first < last && first % selection->tile == 0 && last == cut) {
     count = selection->counts[first / selection->tile];
     std::memcpy(listed, selection->indices + first, (size_t)count * sizeof(int32_t));
     return count;
