@@ -40,7 +40,7 @@ from dejavu.weights.files import atomic_write
 from dejavu.weights.tokenizer import load_tokenizer
 
 CONNECTIONS = 32
-ARMS = ("dense", "balanced")
+ARMS = ("dense", "careful")
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with server() as (url, process):
-        uvloop.run(over_connections(url, asks(32, "balanced", 99), CONNECTIONS, leave=True))
+        uvloop.run(over_connections(url, asks(32, ARMS[1], 99), CONNECTIONS, leave=True))
         before = resident(process)
         result: dict[str, Any] = {"version": __version__, "machine": asdict(this_machine())}
         if options.soak:

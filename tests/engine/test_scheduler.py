@@ -70,6 +70,19 @@ def test_first_come_first_served_and_nobody_overtakes() -> None:
     assert scheduler.admit() == [late]
 
 
+def test_a_prompt_that_waits_for_memory_is_not_next() -> None:
+    scheduler, _ = make(blocks=4)
+    assert not scheduler.reading
+    first = add(scheduler, 60)
+    assert scheduler.reading
+    scheduler.admit()
+    scheduler.advance(first, 60)
+    add(scheduler, 20)
+    assert not scheduler.reading, "a row is free, and no block"
+    scheduler.finish(first)
+    assert scheduler.reading
+
+
 def test_clients_take_turns() -> None:
     scheduler, _ = make(blocks=8, rows=1)
     many = [add(scheduler, 4, 4, client="many") for _ in range(3)]

@@ -57,9 +57,11 @@ async def outcome(wanted: list[Job]) -> dict[int, str | DejavuError]:
     return ended
 
 
-def run(served: ServedModel, scene: Any) -> Any:
+def run(served: ServedModel | list[ServedModel], scene: Any) -> Any:
+    models = served if isinstance(served, list) else [served]
+
     async def inside() -> Any:
-        worker = Worker([served], Metrics([served]), max_queue=100)
+        worker = Worker(models, Metrics(models), max_queue=100)
         worker.start(asyncio.get_running_loop())
         try:
             return await scene(worker)
@@ -156,3 +158,41 @@ def test_tokens_of_a_fast_stream_wait_for_each_other(monkeypatch: pytest.MonkeyP
     assert [len(piece) for piece in first] == [2, 38], "a step brings the first two"
     assert len(begun) + sum(map(len, rest)) == 60
     assert len(rest) >= 2, "what was held went out before the other's prompt"
+
+
+def test_what_is_held_goes_out_before_the_prompt_of_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dejavu.serve.worker._HOLD", 60.0)
+    (first, steps), (second, _) = serve(lambda ids: [1] * 60), serve(lambda ids: [1] * 60)
+    steps.before = lambda: time.sleep(0.002)
+
+    async def scene(worker: Worker) -> int:
+        (stream,), (other,) = jobs(first, [5], tokens=60), jobs(second, [6], tokens=2)
+        worker.submit([stream])
+        told = len(await stream.mail.take())
+        worker.submit([other])
+        await outcome([other])
+        return told + len(await asyncio.wait_for(stream.mail.take(), 30))
+
+    assert 2 < run([first, second], scene) < 60
+
+
+def test_the_first_and_last_tokens_of_one_stream_do_not_wake_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dejavu.serve.worker._HOLD", 60.0)
+    served, _ = serve(lambda ids: [1] * 60)
+
+    async def scene(worker: Worker) -> Any:
+        long, short = jobs(served, [5, 6], tokens=60)
+        short.mail = Mailbox()
+        short.params = SamplingParams(max_tokens=30)
+        worker.submit([long, short])
+        await long.mail.take()
+        while not (await short.mail.take())[-1][1].completion:
+            pass
+        return await long.mail.take()
+
+    told = run(served, scene)
+    assert len(told) == 58, "all that followed the first two came in one piece, at its end"

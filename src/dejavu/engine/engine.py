@@ -206,6 +206,10 @@ class Engine:
         """Of the `cache_blocks` blocks of the cache."""
         return self._cache.free_blocks
 
+    def take_memory(self, most: int) -> None:
+        """`KVCache.take_memory`, before the first request."""
+        self._cache.take_memory(most)
+
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens at which such a request would end at the latest.
 

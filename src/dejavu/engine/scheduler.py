@@ -111,7 +111,7 @@ class Scheduler:
     @property
     def reading(self) -> bool:
         """Whether a prompt is next: of a running request or of one that can start."""
-        return bool(self._prompts) or (bool(self._waiting) and len(self.running) < self._max_rows)
+        return bool(self._prompts) or self._next() is not None
 
     @property
     def rows(self) -> list[Request]:
@@ -141,12 +141,10 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Start the requests whose turn it is, as far as rows and blocks go; they hold theirs."""
         admitted: list[Request] = []
-        while self._waiting and len(self.running) < self._max_rows:
-            client, queue = next(iter(self._waiting.items()))
-            request = queue[0]
+        while (request := self._next()) is not None:
+            client = request.client
+            queue = self._waiting[client]
             blocks = self._blocks(request.limit)
-            if blocks > self._pool.free_blocks:
-                break  # nobody overtakes: a long request must not starve behind short ones
             request.blocks = self._pool.allocate(blocks)
             request.waited = perf_counter() - request.created
             self.running.append(request)
@@ -157,6 +155,14 @@ class Scheduler:
             if queue:
                 self._waiting[client] = queue
         return admitted
+
+    def _next(self) -> Request | None:
+        """Whose turn it is, if there is a row and memory for it. Nobody overtakes: a long request
+        must not starve behind short ones."""
+        if not self._waiting or len(self.running) >= self._max_rows:
+            return None
+        request = next(iter(self._waiting.values()))[0]
+        return request if self._blocks(request.limit) <= self._pool.free_blocks else None
 
     def next_prompts(self, chunk: int, least: int) -> list[tuple[Request, int]]:
         """Pieces of prompts to compute in one step, each with the number of tokens it ends at.

@@ -60,6 +60,14 @@ class KVCache:
         """What attention of one layer sees: block_table int32 `[B, max_blocks]`, lengths `[B]`."""
         return CacheView(self.keys[layer], self.values[layer], block_table, lengths)
 
+    def take_memory(self, most: int) -> None:
+        """Take the memory of the blocks that are handed out first, up to `most` bytes, now and not
+        as they are used. What they hold is lost: for a cache that nobody uses yet."""
+        one = sum(tensor[0].nbytes for tensor in (*self.keys, *self.values))
+        blocks = min(self.num_blocks, most // one)
+        for tensor in (*self.keys, *self.values):
+            tensor[:blocks].zero_()
+
     @property
     def free_blocks(self) -> int:
         """Blocks not handed out."""

@@ -25,6 +25,10 @@ from dejavu.weights.tokenizer import load_tokenizer
 DENSE = "dense"
 PLAN = "plan"
 
+# Bytes of a cache that are taken at the start, not as ever more of its blocks are used: a server
+# is then about as large after a day as after a minute.
+_TAKEN = 1 << 28
+
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
@@ -126,5 +130,6 @@ def serve_model(
         cache_bytes=cache_bytes,
         prefill_chunk=settings.prefill_chunk,
     )
+    engine.take_memory(_TAKEN)
     level = DENSE if plan is None else entry.level or plan.default_level
     return ServedModel(entry.name, loaded, codec, engine, level, plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -27,10 +27,11 @@ from dejavu.serve.models import ServedModel
 log = logging.getLogger("dejavu.serve")
 Event = Chunk | DejavuError
 
-# Seconds for which a token may wait for the next ones: half the time of a picture on a screen. To
-# wake the event loop up costs it 0.2 ms and takes a core from the step that runs: a seventh of a
-# stream of one token a millisecond.
-_HOLD = 8e-3
+# Seconds for which a token may wait for the next ones: a picture on a screen, or two where several
+# streams run. To wake the event loop up costs it 0.2 ms and 0.1 for each stream, and takes a core
+# from the step that runs.
+_HOLD, _HOLD_MANY = 16e-3, 33e-3
+_MANY = 4  # streams above which that is so
 
 
 @dataclass(eq=False)
@@ -70,8 +71,8 @@ class Worker:
             one: {} for one in served
         }
         self._seconds = 1.0  # that a job holds its row, a running mean
-        self._held: list[tuple[Job, Event]] = []  # not delivered yet
-        self._delivered = 0.0  # when that was last done
+        self._held: dict[Job, list[Event]] = {}  # not delivered yet
+        self._delivered = 0.0  # when that was last done for all
         self._closing = False
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,8 +156,6 @@ class Worker:
                 inbox, self._inbox = self._inbox, []
             for action in inbox:
                 action()
-            if inbox:
-                self._deliver()  # a prompt may come first now
             for served in self._served:
                 if served.engine.running or served.engine.waiting:
                     try:
@@ -178,8 +177,8 @@ class Worker:
         except Exception as error:  # the checks passed before; the thread goes on in any case
             self._end(job)
             told = error if isinstance(error, DejavuError) else DejavuError(str(error))
-            self._held.append((job, told))
-            self._deliver()
+            self._hold(job, told)
+            self._deliver([job])
             return
         generation = Generation(job.served.engine, request, job.params, job.served.codec)
         self._running[job.served][request] = job, generation
@@ -196,9 +195,11 @@ class Worker:
 
     def _step(self, served: ServedModel) -> None:
         engine, running = served.engine, self._running[served]
+        if engine.reading:
+            self._deliver()  # a piece of a prompt takes as long as many tokens
         touched = engine.step()
         now = monotonic()
-        first = last = False
+        at_once: list[Job] = []
         for request in touched:
             if request not in running:
                 continue
@@ -207,24 +208,27 @@ class Worker:
                 job.started = job.submitted + request.waited
                 self._metrics.started(job)
             for event in _events(generation):
-                self._held.append((job, event))
+                self._hold(job, event)
                 self._metrics.token(job, now)
-                first = first or job.latest is None
+                if job.latest is None:
+                    at_once.append(job)
                 job.latest = now
             if generation.completion is not None or request.error is not None:
                 del running[request]
                 engine.abort(request)  # a stop string: the engine cannot know
                 self._end(job)
                 self._seconds += 0.1 * (now - job.started - self._seconds)
-                last = True
+                at_once.append(job)
         self._metrics.step(served, len(touched))
-        if first or last or engine.reading or now - self._delivered > _HOLD:
+        if now - self._delivered > (_HOLD if len(touched) <= _MANY else _HOLD_MANY):
             self._deliver()
+        elif at_once:
+            self._deliver(at_once)
 
     def _fail(self, served: ServedModel, error: DejavuError) -> None:
         running = self._running[served]
-        self._held += [(job, error) for job, _ in running.values()]
         for request, (job, _) in running.items():
+            self._hold(job, error)
             served.engine.abort(request)
             self._end(job)
         running.clear()
@@ -239,22 +243,30 @@ class Worker:
         with self._wake:
             self._open[job.served] -= 1
 
-    def _deliver(self) -> None:
-        """Put what is held into its mailboxes, on the event loop: one call for all of it."""
-        self._delivered = monotonic()
-        if not self._held:
+    def _hold(self, job: Job, event: Event) -> None:
+        self._held.setdefault(job, []).append(event)
+
+    def _deliver(self, jobs: Sequence[Job] | None = None) -> None:
+        """Put what is held, of some jobs or of all, into mailboxes on the event loop: one call for
+        all of it."""
+        if jobs is None:
+            self._delivered = monotonic()
+            told, self._held = self._held, {}
+        else:
+            told = {job: self._held.pop(job) for job in dict.fromkeys(jobs) if job in self._held}
+        if not told:
             return
-        events, self._held = self._held, []
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(_put, events)
+            self._loop.call_soon_threadsafe(_put, told)
         except RuntimeError:  # the loop is closed: nobody is left to read
             log.debug("events after the end of the event loop")
 
 
-def _put(events: Sequence[tuple[Job, Event]]) -> None:
-    for job, event in events:
-        job.mail.put((job.index, event))
+def _put(told: Mapping[Job, Sequence[Event]]) -> None:
+    for job, events in told.items():
+        for event in events:
+            job.mail.put((job.index, event))
 
 
 def _events(generation: Generation) -> list[Event]:
