@@ -213,12 +213,13 @@ void FlashReader::reset_counters() {
   counters_ = {};
 }
 
-bool FlashReader::take(Extent* extent, const Ticket* of) {
+void FlashReader::take(std::vector<Extent>* extents, size_t most, const Ticket* of) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (queue_.empty() || (of && queue_.front().ticket.get() != of)) return false;
-  *extent = std::move(queue_.front());
-  queue_.pop_front();
-  return true;
+  if (!of && !queue_.empty()) of = queue_.front().ticket.get();
+  for (; most && !queue_.empty() && queue_.front().ticket.get() == of; --most) {
+    extents->push_back(std::move(queue_.front()));
+    queue_.pop_front();
+  }
 }
 
 bool FlashReader::take_or_stop(Extent* extent) {
@@ -231,22 +232,29 @@ bool FlashReader::take_or_stop(Extent* extent) {
 }
 
 void FlashReader::finish(const Extent& extent, const uint8_t* data, int64_t got, int error) {
-  Outcome outcome;
+  const Settled read = {extent, got, examine(extent, data, got, error)};
+  settle(&read, 1);
+}
+
+Outcome FlashReader::examine(const Extent& extent, const uint8_t* data, int64_t got,
+                             int error) const {
   const int64_t wanted = extent.ticket->wanted[extent.first].offset;
-  if (error)
-    outcome = {FlashFault::io, error, wanted};
-  else if (got < extent.needed)
-    outcome = {FlashFault::short_read, 0, wanted};
-  else
-    outcome = check(extent, data);
+  if (error) return {FlashFault::io, error, wanted};
+  if (got < extent.needed) return {FlashFault::short_read, 0, wanted};
+  return check(extent, data);
+}
+
+void FlashReader::settle(const Settled* reads, int count) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  counters_.reads += 1;
-  counters_.bytes_read += got;
-  Ticket& ticket = *extent.ticket;
-  if (ticket.outcome.fault == FlashFault::none) ticket.outcome = outcome;
   account();
-  --outstanding_;
-  if (--ticket.reads_left == 0) ticket_done_.notify_all();
+  for (int i = 0; i < count; ++i) {
+    counters_.reads += 1;
+    counters_.bytes_read += reads[i].got;
+    Ticket& ticket = *reads[i].extent.ticket;
+    if (ticket.outcome.fault == FlashFault::none) ticket.outcome = reads[i].outcome;
+    --outstanding_;
+    if (--ticket.reads_left == 0) ticket_done_.notify_all();
+  }
 }
 
 Outcome FlashReader::check(const Extent& extent, const uint8_t* data) const {

@@ -68,6 +68,12 @@ struct Extent {  // one read, for wanted[first, last) of its ticket
   std::shared_ptr<Ticket> ticket;
 };
 
+struct Settled {  // a read that was examined
+  Extent extent;
+  int64_t got;
+  Outcome outcome;
+};
+
 class FlashReader;
 
 class Backend {  // performs the reader's extents, at most `depth` at a time
@@ -122,11 +128,15 @@ class FlashReader {
   int file() const { return file_; }
 
   // For backends.
-  // The next read, if one waits and is of this ticket (null: of any).
-  bool take(Extent* extent, const Ticket* of);
+  // Adds the next reads, so many at most, all of one ticket: this one (null: any).
+  void take(std::vector<Extent>* extents, size_t most, const Ticket* of);
   bool take_or_stop(Extent* extent);  // blocks; false when the reader closes
   void notify() { extents_added_.notify_all(); }
   void finish(const Extent& extent, const uint8_t* data, int64_t got, int error);
+  // finish() in two: what came of a read, its records copied; then, of several, word to those who
+  // wait. Each extent must be given back once.
+  Outcome examine(const Extent& extent, const uint8_t* data, int64_t got, int error) const;
+  void settle(const Settled* reads, int count);
   int depth() const { return depth_; }
   int64_t max_read() const { return max_read_; }
 

@@ -66,8 +66,11 @@ class Uring : public Backend {
           give_up();
       }
     }
-    if (count) start(kFirst);
-    for (int i = 0; i < count; ++i) finish(slots[i], results[i]);
+    if (!count) return 0;
+    start(kFirst);
+    Settled reads[kShare];
+    for (int i = 0; i < count; ++i) reads[i] = examine(slots[i], results[i]);
+    reader_.settle(reads, count);
     release(slots, count);
     return count;
   }
@@ -109,33 +112,38 @@ class Uring : public Backend {
       const std::unique_lock<std::mutex> pushing(pushing_, std::try_to_lock);
       if (!pushing) return;
       const int now = asked_.exchange(0);
-      int pushed = 0;
-      while (pushed < now && push_next())
-        if (++pushed == kFirst) submit();
-      submit();
+      for (int pushed = 0, most = std::min(kFirst, now); most;) {
+        const int more = push(most);
+        submit();
+        pushed += more;
+        most = more < most ? 0 : now - pushed;
+      }
     }
   }
 
   // One ticket's reads at a time. A virtual disk may tell of nothing before all it was given is
   // done: reads for the next layer among them would hold up this one's.
-  bool push_next() {
+  int push(int most) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Extent extent;
-    if (free_.empty() || !reader_.take(&extent, away_ ? current_ : nullptr)) return false;
-    const int slot = free_.back();
-    free_.pop_back();
-    current_ = extent.ticket.get();
-    ++away_;
-    away_from_[slot] = 1;
-    const int64_t offset = extent.offset, length = extent.length;
-    extents_[slot] = std::move(extent);
-    if (error_) {
-      lost_.push_back(slot);
-      return true;
+    most = std::min(most, (int)free_.size());
+    taken_.clear();
+    reader_.take(&taken_, most, away_ ? current_ : nullptr);
+    for (Extent& extent : taken_) {
+      const int slot = free_.back();
+      free_.pop_back();
+      current_ = extent.ticket.get();
+      ++away_;
+      away_from_[slot] = 1;
+      const int64_t offset = extent.offset, length = extent.length;
+      extents_[slot] = std::move(extent);
+      if (error_) {
+        lost_.push_back(slot);
+        continue;
+      }
+      ring_.push_read(reader_.file(), buffer(slot), (uint32_t)length, offset, (uint64_t)slot);
+      pushed_.push_back(slot);
     }
-    ring_.push_read(reader_.file(), buffer(slot), (uint32_t)length, offset, (uint64_t)slot);
-    pushed_.push_back(slot);
-    return true;
+    return (int)taken_.size();
   }
 
   // Reads that the kernel does not take, now and for good, are left to those who wait for them.
@@ -174,8 +182,8 @@ class Uring : public Backend {
     start(reader_.depth());
   }
 
-  void finish(int slot, int32_t result) {
-    const Extent extent = std::move(extents_[slot]);
+  Settled examine(int slot, int32_t result) {
+    Extent extent = std::move(extents_[slot]);
     int64_t got = result;
     // The kernel may return part of a read, or want it repeated; the end of the file is another
     // matter, and a second attempt tells them apart.
@@ -188,11 +196,13 @@ class Uring : public Backend {
       else if (more != -EINVAL || got == 0)
         got = more;
     }
-    reader_.finish(extent, buffer(slot), got < 0 ? 0 : got, got < 0 ? (int)-got : 0);
+    const int error = got < 0 ? (int)-got : 0;
+    got = std::max<int64_t>(got, 0);
+    const Outcome outcome = reader_.examine(extent, buffer(slot), got, error);
+    return {std::move(extent), got, outcome};
   }
 
   void release(const int* slots, int count) {
-    if (!count) return;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       free_.insert(free_.end(), slots, slots + count);
@@ -206,9 +216,10 @@ class Uring : public Backend {
   std::vector<std::unique_ptr<Aligned>> given_up_;  // that the kernel may write to
   Ring ring_;
   std::mutex taking_;   // what came back from the ring
-  std::mutex pushing_;  // what goes in, and pushed_; taken before mutex_
+  std::mutex pushing_;  // what goes in, pushed_ and taken_; taken before mutex_
   std::atomic<int> asked_{0};  // of start, not done yet
   std::vector<int> pushed_;  // slots, since the last submit
+  std::vector<Extent> taken_;
   std::mutex mutex_;  // of what follows
   std::vector<char> away_from_;  // by slot: its read is not back
   std::vector<int> free_, lost_;  // lost_: slots whose reads the kernel did not take
