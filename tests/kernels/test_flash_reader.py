@@ -1,6 +1,11 @@
 """The flash reader: the right bytes, and with every fault injected an error and no wrong bytes."""
 
+import ctypes
+import errno
 import os
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,6 +114,43 @@ def ring_of(before):
         except OSError:  # of the listing itself
             pass
     return None
+
+
+def refuse_to_hold_buffers():
+    """Let this thread's io_uring_register fail for buffers, as beyond a limit on locked memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    load, equal, give = 0x20, 0x15, 0x06  # BPF: a word of the call, jump if equal, return
+    allow, out_of_memory = 0x7FFF0000, 0x00050000 | errno.ENOMEM
+    code = [
+        (load, 0, 0, 0),  # the call's number
+        (equal, 0, 3, 427),  # io_uring_register, on every architecture
+        (load, 0, 0, 24),  # its second argument
+        (equal, 0, 1, 0),  # IORING_REGISTER_BUFFERS
+        (give, 0, 0, out_of_memory),
+        (give, 0, 0, allow),
+    ]
+    lines = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(lines))
+    set_no_new_privileges, set_seccomp, with_filter = 38, 22, 2
+    libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
+    libc.prctl(set_seccomp, with_filter, ctypes.create_string_buffer(program), 0, 0)
+    if libc.syscall(427, -1, 0, 0, 0) == 0 or ctypes.get_errno() != errno.ENOMEM:
+        pytest.skip("no filter of system calls here")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="io_uring is Linux's")
+def test_a_ring_need_not_hold_its_buffers(stored):
+    path, data, blocks = stored
+
+    def read():
+        refuse_to_hold_buffers()
+        reader = FlashReader(path, blocks, path.stat(), queue_depth=4)
+        return reader.backend, fetch(reader, range(COUNT))
+
+    with ThreadPoolExecutor(1) as pool:  # a thread of its own: the filter stays with it
+        backend, found = pool.submit(read).result()
+    assert backend == FlashReader(path, blocks, path.stat(), queue_depth=4).backend
+    assert torch.equal(found, data)
 
 
 @pytest.mark.parametrize("under_way", [False, True])
