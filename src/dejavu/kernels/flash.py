@@ -153,7 +153,8 @@ class FlashReader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the bounce buffers, at most; a buffer's pages are touched when first used."""
+        """Memory of the bounce buffers: an io_uring takes all of it at once where it may, else a
+        buffer's pages are touched when first used."""
         return int(self._reader.buffer_bytes)
 
     @property
