@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -149,6 +150,7 @@ def test_small_models_get_no_roofline_and_large_ones_do(result, tiny, monkeypatc
     assert result.cache_resident
     assert result.roofline_ms is None
     assert all(arm.of_roofline is None and arm.of_bandwidth is None for arm in result.arms)
+    assert all(arm.of_bandwidth_then is None for arm in result.arms)
     assert any("cache-resident" in line for line in result.warnings)
     small = replace(result.machine, caches={"L2": result.dense_bytes // 4})
     monkeypatch.setattr(decode, "this_machine", lambda *_: small)
@@ -158,6 +160,28 @@ def test_small_models_get_no_roofline_and_large_ones_do(result, tiny, monkeypatc
     (dense,) = large.arms
     assert dense.of_roofline == pytest.approx(large.roofline_ms / dense.ms_per_token.median)
     assert dense.of_bandwidth == pytest.approx(dense.of_roofline)
+
+
+def test_turns_are_held_against_the_bandwidth_around_them(tiny, monkeypatch):
+    rates = [8.0, 4.0, 2.0, 6.0]
+    told = iter(rates)
+    real = decode.open_backend
+
+    def open_backend(*args, **options):
+        return replace(real(*args, **options), read_bandwidth=lambda: next(told))
+
+    monkeypatch.setattr(decode, "open_backend", open_backend)
+    small = replace(decode.this_machine(tiny.loaded.model.device), caches={"L2": 1})
+    monkeypatch.setattr(decode, "this_machine", lambda *_: small)
+    done = bench_subject(tiny, {}, replace(QUICK, repeats=3))
+    (dense,) = done.arms
+    assert done.read_bandwidth == max(rates)
+    around = [6.0, 3.0, 4.0]
+    shares = [
+        dense.bytes_per_token / ms / 1e6 / rate
+        for ms, rate in zip(dense.repeat_medians, around, strict=True)
+    ]
+    assert dense.of_bandwidth_then == pytest.approx(median(shares))
 
 
 def test_trained_models_read_their_own_tokens(tiny):

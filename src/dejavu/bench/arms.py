@@ -26,7 +26,7 @@ class Decoded:
     the first token after the prompt on. step_bytes: weight bytes that a timed step read. reads: of
     which rows of each layer, None where nobody counted (then all of them are in step_bytes).
     used: neurons that one row used, mean by layer; under a batch a step reads more than each row
-    uses.
+    uses. bandwidth: GB/s that a streaming sum read around the turn, None where nobody measured.
     """
 
     seconds: list[float]
@@ -34,6 +34,7 @@ class Decoded:
     step_bytes: float
     reads: list[LayerReads] | None = None
     used: list[float] | None = None
+    bandwidth: float | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from time import sleep
 from typing import Any
 
@@ -176,18 +177,20 @@ def _take_turns(
     progress: Progress | None,
 ) -> tuple[float, list[list[Decoded]]]:
     """The best read bandwidth in GB/s, and the turns of every arm."""
-    bandwidth = 0.0
+    sleep(_REST)
+    met = [backend.read_bandwidth()]
     decoded: list[list[Decoded]] = [[] for _ in arms]
     for repeat in range(options.repeats):
-        sleep(_REST)
-        bandwidth = max(bandwidth, backend.read_bandwidth())
         for turn in range(len(arms)):
-            place = (turn + repeat) % len(arms)  # nobody is always the one after the bandwidth
+            place = (turn + repeat) % len(arms)  # nobody always follows the same arm
             sleep(_REST)
-            decoded[place].append(script.play(arms[place], repeat))
+            done = script.play(arms[place], repeat)
+            sleep(_REST)
+            met.append(backend.read_bandwidth())
+            decoded[place].append(replace(done, bandwidth=fmean(met[-2:])))
             if progress is not None:
                 progress(repeat * len(arms) + turn + 1, options.repeats * len(arms))
-    return bandwidth, decoded
+    return max(met), decoded
 
 
 def _own_arms(

@@ -60,6 +60,7 @@ def summarize(
                 bytes_per_token=size,
                 gb_per_second=rate,
                 of_bandwidth=None if resident else rate / bandwidth,
+                of_bandwidth_then=None if resident else _of_bandwidth_then(turns),
                 of_roofline=None if roofline is None else roofline / spread.median,
                 faster_than={
                     other.name: theirs.median / spread.median
@@ -124,6 +125,15 @@ def lopsided(arm: ArmInfo, dense: ArmInfo) -> list[str]:
 def milliseconds(turns: Sequence[Decoded], batch: int) -> list[float]:
     """ms a token of every timed step of the turns."""
     return [1e3 * seconds / batch for turn in turns for seconds in turn.seconds]
+
+
+def _of_bandwidth_then(turns: Sequence[Decoded]) -> float | None:
+    shares = [
+        turn.step_bytes / median(turn.seconds) / 1e9 / turn.bandwidth
+        for turn in turns
+        if turn.bandwidth is not None
+    ]
+    return median(shares) if shares else None
 
 
 def _density(

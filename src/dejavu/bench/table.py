@@ -28,7 +28,8 @@ def decode_table(result: BenchResult) -> RenderableType:
         "p10-p90",
         "tokens/s",
         "GB/s",
-        "of read bandwidth",
+        "of best read",
+        "of read then",
         "of dense roofline",
         "vs dense",
         "neurons",
@@ -126,12 +127,17 @@ def _cells(arm: ArmResult, dense: ArmResult, result: BenchResult) -> Iterator[st
     yield f"{spread.p10:.3g}-{spread.p90:.3g}"
     yield f"{arm.tokens_per_second:.1f}"
     yield f"{arm.gb_per_second:.1f}"
-    yield "-" if arm.of_bandwidth is None else f"{arm.of_bandwidth:.0%}"
-    yield "-" if arm.of_roofline is None else f"{arm.of_roofline:.0%}"
+    yield _share(arm.of_bandwidth)
+    yield _share(arm.of_bandwidth_then)
+    yield _share(arm.of_roofline)
     yield f"{dense.ms_per_token.median / spread.median:.2f}x"
     yield "-" if arm.density is None else f"{arm.density.neurons:.1%}"
     yield "-" if arm.density is None else f"{arm.density.groups:.0%}"
     yield f"{arm.bytes_per_token * result.conditions.batch / result.dense_bytes:.1%}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _remarks(result: BenchResult) -> Iterator[str]:
