@@ -143,11 +143,11 @@ def test_a_price_is_found_whose_measured_loss_is_allowed(allowed: float, error: 
     assert found is not None
     price, loss = found
     assert loss == measure(priced_thresholds(curves, price))
-    assert loss.value + error <= math.log1p(allowed)
+    assert loss.value + 2 * error <= math.log1p(allowed)
     assert measure.trials <= 8
     # A tenth more of the bytes would be too much, or nearly: the search does not give up early.
     more = price_for_sparsity(curves, planned_sparsity(curves, price) + 0.1)
-    assert measure(priced_thresholds(curves, more)).value + error > 0.9 * math.log1p(allowed)
+    assert measure(priced_thresholds(curves, more)).value + 2 * error > 0.9 * math.log1p(allowed)
 
 
 def test_a_known_price_starts_the_search_and_is_kept_where_nothing_is_better() -> None:

@@ -237,10 +237,10 @@ def price_for_loss(
             best, low = known, sparsity
         sparsity = _guess(sparsity, _bound(known[1]), allowed)
     for _ in range(_TRIALS):
-        price = price_for_sparsity(curves, sparsity if low < sparsity < high else (low + high) / 2)
+        price = _between(curves, sparsity if low < sparsity < high else (low + high) / 2, low, high)
+        if price is None:
+            break
         sparsity = planned_sparsity(curves, price)
-        if not low < sparsity < high:
-            break  # prices that lie so close together leave out the same
         loss = measure(priced_thresholds(curves, price))
         bound = _bound(loss)
         if bound <= allowed:
@@ -251,6 +251,17 @@ def price_for_loss(
             high = sparsity
         sparsity = _guess(sparsity, bound, allowed)
     return best
+
+
+def _between(curves: Curves, sparsity: float, low: float, high: float) -> float | None:
+    """A price that leaves out about so much, and more than `low`, less than `high`: sparsities come
+    in steps, and the next one up may have been too much already. None where there seems to be none.
+    """
+    for share in (1.0, 0.75, 0.5, 0.25, 0.1):
+        price = price_for_sparsity(curves, low + share * (sparsity - low))
+        if low < planned_sparsity(curves, price) < high:
+            return price
+    return None
 
 
 def _guess(sparsity: float, bound: float, allowed: float) -> float:
