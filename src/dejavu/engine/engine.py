@@ -8,7 +8,6 @@ from functools import partial
 from time import perf_counter
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dejavu.engine.activity import Watchable, activity
@@ -20,13 +19,12 @@ from dejavu.engine.prompt_step import Piece, PromptStep
 from dejavu.engine.sampling import Sampler, pick
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
 from dejavu.errors import DejavuError, InputError
-from dejavu.kernels.device import free_memory
 from dejavu.kernels.native import MAX_ROWS, NativeOps
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.prompt_rows import PromptRows
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
-from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for
+from dejavu.models.kv_cache import BLOCK_SIZE, KVCache, blocks_for, cache_budget
 from dejavu.registry import unknown
 from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Dense, Selector
@@ -90,7 +88,7 @@ class Engine:
         if not 1 <= max_batch <= MAX_ROWS:
             raise InputError(f"max_batch must lie in 1..{MAX_ROWS}, not {max_batch}")
         token_bytes = KVCache.token_bytes(config, model.cache_dtype)
-        memory = _cache_budget(model.device) if cache_bytes is None else cache_bytes
+        memory = cache_budget(model.device) if cache_bytes is None else cache_bytes
         affordable = memory // token_bytes // BLOCK_SIZE * BLOCK_SIZE
         if affordable < 2:
             raise InputError(
@@ -392,10 +390,3 @@ def _not_finite(request: Request) -> DejavuError:
         "are not finite (NaN or Inf): the weights are damaged, or too large for their dtype; try "
         "dtype='fp32'"
     )
-
-
-def _cache_budget(device: torch.device) -> int:
-    """Bytes for the cache where nobody says: the CPU takes memory only as it is written, a GPU at
-    once, and prompts need some beside it."""
-    free = free_memory(device)
-    return free // 2 if device.type == "cpu" else free * 4 // 5

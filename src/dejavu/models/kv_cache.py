@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dejavu.config import ModelConfig
+from dejavu.kernels.device import free_memory
 from dejavu.kernels.ops import CacheView
 
 BLOCK_SIZE = 32  # tokens
@@ -14,6 +15,13 @@ BLOCK_SIZE = 32  # tokens
 def blocks_for(tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // BLOCK_SIZE)
+
+
+def cache_budget(device: torch.device) -> int:
+    """Bytes for a cache where nobody says: the CPU takes memory only as it is written, a GPU at
+    once, and prompts need some beside it."""
+    free = free_memory(device)
+    return free // 2 if device.type == "cpu" else free * 4 // 5
 
 
 class KVCache:
