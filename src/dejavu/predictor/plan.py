@@ -38,7 +38,7 @@ FORMAT_VERSION = 2  # 1 had int8 predictors only
 _READABLE = (1, FORMAT_VERSION)
 PLAN_FILE = "plan.json"
 PREDICTORS_FILE = "predictors.safetensors"
-DEFAULT_LEVEL = "balanced"
+DEFAULT_LEVEL = "balanced"  # of plan files that name none
 Kind = Literal["dense", "full", "predictor"]
 
 
