@@ -28,9 +28,13 @@ constexpr int kLooks = 100;  // at the ring before sleeping in it: waking up tak
 class Uring : public Backend {
  public:
   explicit Uring(FlashReader& reader)
-      : reader_(reader), extents_(reader.depth()), away_from_(reader.depth(), 0) {
+      : reader_(reader), extents_(reader.depth()), buffer_(reader.depth()),
+        away_from_(reader.depth(), 0) {
     new_buffers();
-    for (int slot = reader.depth() - 1; slot >= 0; --slot) free_.push_back(slot);
+    for (int slot = reader.depth() - 1; slot >= 0; --slot) {
+      buffer_[slot] = place(slot);
+      free_.push_back(slot);
+    }
   }
 
   bool open() {
@@ -76,7 +80,7 @@ class Uring : public Backend {
   }
 
  private:
-  uint8_t* buffer(int slot) { return buffers_->data + (size_t)slot * reader_.max_read(); }
+  uint8_t* place(size_t slot) { return buffers_->data + slot * (size_t)reader_.max_read(); }
 
   void new_buffers() {
     buffers_ = std::make_unique<Aligned>((size_t)reader_.depth() * reader_.max_read());
@@ -112,11 +116,11 @@ class Uring : public Backend {
       const std::unique_lock<std::mutex> pushing(pushing_, std::try_to_lock);
       if (!pushing) return;
       const int now = asked_.exchange(0);
-      for (int pushed = 0, most = std::min(kFirst, now); most;) {
-        const int more = push(most);
+      for (int pushed = 0, next = std::min(kFirst, now); next;) {
+        const int more = push(next);
         submit();
         pushed += more;
-        most = more < most ? 0 : now - pushed;
+        next = more < next ? 0 : now - pushed;
       }
     }
   }
@@ -140,7 +144,7 @@ class Uring : public Backend {
         lost_.push_back(slot);
         continue;
       }
-      ring_.push_read(reader_.file(), buffer(slot), (uint32_t)length, offset, (uint64_t)slot);
+      ring_.push_read(reader_.file(), buffer_[slot], (uint32_t)length, offset, (uint64_t)slot);
       pushed_.push_back(slot);
     }
     return (int)taken_.size();
@@ -157,8 +161,8 @@ class Uring : public Backend {
     pushed_.clear();
   }
 
-  // Nothing more is heard of what is under way: those reads failed. Their buffers stay the
-  // kernel's, which may still write to them.
+  // Nothing more is heard of what is under way: those reads failed. Their slots get other buffers,
+  // as the kernel may still write to theirs; the rest keep theirs, at which threads may look now.
   void give_up() {
     const int error = errno ? errno : EIO;
     std::vector<Extent> failed;
@@ -166,17 +170,18 @@ class Uring : public Backend {
       const std::lock_guard<std::mutex> pushing(pushing_);
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = true;
+      given_up_.push_back(std::move(buffers_));
+      new_buffers();
       for (const int slot : lost_) away_from_[slot] = 0;
       for (size_t slot = 0; slot < extents_.size(); ++slot)
         if (std::exchange(away_from_[slot], 0)) {
           --extents_[slot].ticket->away;
           --away_;
           failed.push_back(std::move(extents_[slot]));
+          buffer_[slot] = place(slot);
           free_.push_back((int)slot);
         }
       for (const int slot : lost_) away_from_[slot] = 1;
-      given_up_.push_back(std::move(buffers_));
-      new_buffers();
     }
     for (const Extent& extent : failed) reader_.finish(extent, nullptr, 0, error);
     start(reader_.depth());
@@ -189,7 +194,7 @@ class Uring : public Backend {
     // matter, and a second attempt tells them apart.
     if (got == -EAGAIN || got == -EINTR) got = 0;
     if (got >= 0 && got < extent.needed) {
-      const int64_t more = read_fully(reader_.file(), buffer(slot) + got, extent.length - got,
+      const int64_t more = read_fully(reader_.file(), buffer_[slot] + got, extent.length - got,
                                       extent.offset + got);
       if (more >= 0)
         got += more;
@@ -198,7 +203,7 @@ class Uring : public Backend {
     }
     const int error = got < 0 ? (int)-got : 0;
     got = std::max<int64_t>(got, 0);
-    const Outcome outcome = reader_.examine(extent, buffer(slot), got, error);
+    const Outcome outcome = reader_.examine(extent, buffer_[slot], got, error);
     return {std::move(extent), got, outcome};
   }
 
@@ -211,7 +216,8 @@ class Uring : public Backend {
   }
 
   FlashReader& reader_;
-  std::vector<Extent> extents_;  // by slot
+  std::vector<Extent> extents_;   // by slot
+  std::vector<uint8_t*> buffer_;  // by slot
   std::unique_ptr<Aligned> buffers_;
   std::vector<std::unique_ptr<Aligned>> given_up_;  // that the kernel may write to
   Ring ring_;
