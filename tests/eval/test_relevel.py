@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dejavu.bench.level_speed import timed
 from dejavu.errors import InputError, PlanError
 from dejavu.eval.compare import compare
-from dejavu.eval.level_speed import timed
 from dejavu.eval.relevel import add_level
 from dejavu.eval.text import EvalText
 from dejavu.load import LoadedModel
@@ -87,8 +87,8 @@ def test_what_cannot_be_found_is_refused(made: tuple[LoadedModel, Plan], text: E
 def test_levels_are_timed_and_nothing_else_changes(made: tuple[LoadedModel, Plan]) -> None:
     loaded, plan = made
     done: list[int] = []
-    found = timed(loaded, plan, [1, 2, 3], lambda stage, turn, turns: done.append(turn))
-    assert done == [1, 2, 3, 4, 5]
+    found = timed(loaded, plan, progress=lambda stage, turn, turns: done.append(turn))
+    assert done == list(range(1, 5 * (1 + len(plan.levels)) + 1))
     assert found.report.pop("dense_tokens_per_second") > 0
     for name, level in found.levels.items():
         assert level.report.pop("tokens_per_second") > 0

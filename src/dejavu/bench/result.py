@@ -67,13 +67,13 @@ class ArmResult:
     """One arm. Times are of whole steps over the rows of a step; GB are 1e9 bytes.
 
     threads: None on a GPU. recorded: whether steps were replayed without Python, from a CUDA graph
-    on a GPU (None: does not apply). repeat_medians:
-    ms/token of each turn. of_bandwidth: achieved GB/s over the best measured. of_bandwidth_then:
-    over what was measured right before and after, median of the turns: where others use the memory
-    too, the best of other moments says little. of_roofline: time of
-    the dense roofline over ours, above 1 where less is read than the dense model has; all None for
-    cache-resident models. faster_than: other arms' ms/token over ours. agreeing: tokens up to the
-    first that differs from the dense arm's, None where all arms were fed the same tokens.
+    on a GPU (None: does not apply). repeat_medians: ms/token of each turn. of_bandwidth: achieved
+    GB/s over the best measured. of_bandwidth_then: over what was measured right before and after,
+    median of the turns: where others use the memory too, the best of other moments says little.
+    of_roofline: time of the dense roofline over ours, above 1 where less is read than the dense
+    model has; all None for cache-resident models. faster_than: other arms' ms/token over ours.
+    agreeing: tokens up to the first that differs from the dense arm's, None where all arms were fed
+    the same tokens.
     """
 
     name: str

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from dejavu.predictor.plan import Plan
 
-_PROMPT_TOKENS = 128
 
 app = typer.Typer(no_args_is_help=True, help="Look at sparsity plans, push and pull them.")
 
@@ -97,10 +96,10 @@ def level(
     """
     from dataclasses import asdict, replace
 
+    from dejavu.bench.level_speed import timed
     from dejavu.cli.output import console, quiet, stages, write_json
     from dejavu.cli.sources import load, share
-    from dejavu.embedded import CALIBRATION_TEXT
-    from dejavu.eval.level_speed import timed
+    from dejavu.embedded import CALIBRATION_TEXT, HELDOUT_TEXT
     from dejavu.eval.relevel import add_level
     from dejavu.eval.text import read_text
     from dejavu.predictor.plan import load_plan
@@ -119,8 +118,7 @@ def level(
     with stages() as update:
         loss = share("--max-loss", max_loss)
         made = add_level(loaded, found, name, loss, tried_on, update)
-        prompt = tried_on.ids[: min(_PROMPT_TOKENS, context // 2)].tolist()
-        made = timed(loaded, made, prompt, update)
+        made = timed(loaded, made, HELDOUT_TEXT, threads=threads, progress=update)
     if default:
         made = replace(made, default_level=name)
     made.save(out)

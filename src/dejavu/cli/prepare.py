@@ -58,16 +58,17 @@ def prepare(
     """
     from dataclasses import asdict, replace
 
+    from dejavu.bench.level_speed import timed
     from dejavu.cli.output import console, quiet, stages, write_json
     from dejavu.cli.plan import levels_table
     from dejavu.cli.sources import load, numbers, share, texts
-    from dejavu.embedded import CALIBRATION_TEXT
+    from dejavu.embedded import CALIBRATION_TEXT, HELDOUT_TEXT
     from dejavu.predictor.options import BALANCED, CAREFUL, PrepareOptions
     from dejavu.predictor.prepare import prepare as run
     from dejavu.weights.tokenizer import load_tokenizer
 
     asked = PrepareOptions(
-        max_loss=share("--max-loss", max_loss or "1%"),
+        max_loss=share("--max-loss", "1%" if max_loss is None else max_loss),
         default_level=CAREFUL if max_loss is None else BALANCED,
         fast_loss=share("--fast-loss", fast_loss),
         ranks=None if ranks is None else tuple(int(r) for r in numbers("--ranks", ranks)),
@@ -89,6 +90,9 @@ def prepare(
             name=model,
             progress=update,
         )
+        if loaded.model.device.type == "cpu":  # elsewhere a model may not fit whole
+            plan = timed(loaded, plan, HELDOUT_TEXT, threads=threads, progress=update)
+            plan.save(out)
     if not quiet(json_file):
         console().print(levels_table(plan))
         print(out)
