@@ -1,6 +1,8 @@
 """Fixtures for every test."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,25 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder ../shared with models and texts, which is not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def brief_bench() -> Iterator[None]:
+    """Benches of the CPU that neither rest nor read for long: no test is about speed."""
+    from dejavu.bench import decode
+    from dejavu.kernels.native import measure_read_bandwidth
+
+    open_backend = decode.open_backend
+
+    def brief(device, *args, **options):
+        backend = open_backend(device, *args, **options)
+        if device.type != "cpu":
+            return backend
+        return replace(
+            backend, read_bandwidth=lambda: measure_read_bandwidth(1, size=1 << 22, repeats=1)
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "open_backend", brief)
+        patch.setattr(decode, "_REST", 0.0)
+        yield

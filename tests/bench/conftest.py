@@ -43,6 +43,11 @@ GATED: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _brief(brief_bench: None) -> None:
+    """All benches here."""
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Subject:
     return random_subject("tiny", TINY, dtype="fp32")

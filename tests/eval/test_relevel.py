@@ -84,6 +84,7 @@ def test_what_cannot_be_found_is_refused(made: tuple[LoadedModel, Plan], text: E
             add_level(loaded, replace(plan, report={}), "new", 0.1, text)
 
 
+@pytest.mark.usefixtures("brief_bench")
 def test_levels_are_timed_and_nothing_else_changes(made: tuple[LoadedModel, Plan]) -> None:
     loaded, plan = made
     done: list[int] = []

@@ -112,12 +112,13 @@ def test_a_plan_says_which_level_runs_by_default(plan: Plan, copy: Path) -> None
     edit(copy, lambda c: c.update(default_level="fast"))
     assert load_plan(copy).level() == plan.level("fast")
     edit(copy, lambda c: c.pop("default_level"))
-    assert load_plan(copy).level() == plan.level() == plan.level("balanced")
+    assert load_plan(copy).level() == plan.level("balanced")
+    assert plan.level() == plan.level("careful")
 
 
 def test_an_unknown_level_lists_those_that_exist(plan: Plan, loaded: LoadedModel) -> None:
     with pytest.raises(
-        PlanError, match=r"'balancd'; did you mean 'balanced'\?.*balanced, exact, fast"
+        PlanError, match=r"'balancd'; did you mean 'balanced'\?.*balanced, careful, exact, fast"
     ):
         plan.selector(loaded, "balancd")
 
