@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from dejavu.predictor.plan import Plan
 
-
 app = typer.Typer(no_args_is_help=True, help="Look at sparsity plans, push and pull them.")
 
 _PlanArgument = Annotated[

@@ -45,14 +45,20 @@ Scratch sums_scratch(const Matrix& weight, Size tile, Size rows, const Selection
   return {Partials::floats(tile_count(weight.rows, tile), rows, weight.columns), 0};
 }
 
+// any[k]: whether values[k] of some row is not 0, k < size <= kDropped.
+inline void mark_used(const float* values, Size size, Size stride, Size rows, uint8_t* any) {
+  std::memset(any, 0, (size_t)size);
+  for (Size r = 0; r < rows; ++r)
+    for (Size k = 0; k < size; ++k) any[k] |= values[r * stride + k] != 0;
+}
+
 // Take out of `listed` (and of the values beside it) what is 0 for every row; what is left.
 Size drop_zeros(int32_t* listed, float* values, Size count, Size stride, Size rows) {
   Size left = 0;
   for (Size first = 0; first < count; first += kDropped) {
     const Size size = count - first < kDropped ? count - first : kDropped;
-    uint8_t any[kDropped] = {};
-    for (Size r = 0; r < rows; ++r)
-      for (Size k = 0; k < size; ++k) any[k] |= values[r * stride + first + k] != 0;
+    uint8_t any[kDropped];
+    mark_used(values + first, size, stride, rows, any);
     Size end = left;
     const auto close_up = [&](auto* row) {
       end = left;
@@ -73,9 +79,8 @@ Size count_used(const float* values, Size count, Size stride, Size rows) {
   Size used = 0;
   for (Size first = 0; first < count; first += kDropped) {
     const Size size = count - first < kDropped ? count - first : kDropped;
-    uint8_t any[kDropped] = {};
-    for (Size r = 0; r < rows; ++r)
-      for (Size k = 0; k < size; ++k) any[k] |= values[r * stride + first + k] != 0;
+    uint8_t any[kDropped];
+    mark_used(values + first, size, stride, rows, any);
     for (Size k = 0; k < size; ++k) used += any[k];
   }
   return used;
