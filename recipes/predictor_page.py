@@ -105,6 +105,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
         row[0].set_ylabel("missed mass, %")
     for axes in grid[-1]:
         axes.set_xlabel("predictor, KiB")
+        axes.set_xticks((50, 100, 200, 500), ("50", "100", "200", "500"))
+        axes.minorticks_off()
     grid[0][0].legend(fontsize=7)
     with atomic_write(path) as aside:
         figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
