@@ -34,6 +34,7 @@ FASTER_RATES, FASTER_RANKS = (0.02, 0.05), (32, 64)
 RANKS, NIBBLE_RANKS, ALL_RANKS = (8, 16, 32, 64, 112), (32, 64, 112, 144), (16, 32, 64, 96, 128)
 MIDDLE = 64  # the rank of everything that is tried at one rank
 FITTED = 4096  # tokens that scales and offsets are fitted to
+GUESSED = 8192  # tokens from which an earlier input learns to stand for the layer's own
 STEPS = {4: 0.335, 3: 0.586, 2: 0.996}  # of a normal spread: least squared error of even levels
 DENSITY = 0.1  # at which perplexity is compared
 
@@ -115,10 +116,19 @@ class Layer:
         x = self.study.train.inputs[source or self.key]
         return train(x, lambda rows: self.weights(task, rows), starts, TrainOptions(**options))
 
-    def starts(self, ranks: Sequence[int], fitted: bool = True) -> list[Factors]:
-        """Low-rank stand-ins of the layer's first matrix, and their fit."""
-        found = svd_start(self.mlp.up.weight.float(), self.mlp.up.bias, self.moments, ranks)
-        return [self.fitted(start) for start in found] if fitted else found
+    def starts(
+        self, ranks: Sequence[int], fitted: bool = True, source: tuple[Site, int] | None = None
+    ) -> list[Factors]:
+        """Low-rank stand-ins of the layer's first matrix, and their fit; source: of an earlier
+        input, from which the layer's own is guessed."""
+        matrix, moments = self.mlp.up.weight.float(), self.moments
+        x = own = self.study.train.inputs[self.key]
+        if source is not None and source != self.key:
+            x = self.study.train.inputs[source]
+            moments = Moments.of(x)
+            matrix = matrix @ regression(x[:GUESSED].float(), own[:GUESSED].float(), moments)
+        found = svd_start(matrix, self.mlp.up.bias, moments, ranks)
+        return [self.fitted(start, x) for start in found] if fitted else found
 
     def random(self, rank: int) -> Factors:
         """Where the paper's predictor starts from."""
@@ -249,7 +259,6 @@ def untrained(layer: Layer) -> Iterator[Arm]:
 
 def lookahead(layer: Layer) -> Iterator[Arm]:
     """From earlier inputs: half a block, a block, and one early point for all layers."""
-    own = layer.study.train.inputs[layer.key]
     first = (Site.NEURONS, min(layer.study.layers))
     sources = {
         "half a block ahead": (Site.HEADS, layer.number),
@@ -258,12 +267,8 @@ def lookahead(layer: Layer) -> Iterator[Arm]:
     if first != layer.key:
         sources[f"from layer {first[1]} on"] = first
     for name, source in sources.items():
-        x = layer.study.train.inputs[source]
-        moments = Moments.of(x)
-        sample = x[:8192].float()
-        matrix = layer.mlp.up.weight.float() @ regression(sample, own[:8192].float(), moments)
-        (start,) = svd_start(matrix, layer.mlp.up.bias, moments, [MIDDLE])
-        (factors,) = layer.trained(layer.task, [layer.fitted(start, x)], source, bits=8)
+        (start,) = layer.starts([MIDDLE], source=source)
+        (factors,) = layer.trained(layer.task, [start], source, bits=8)
         yield layer.low_rank(name, factors, 8, source)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import load_model
 from dejavu.predictor.calibration import make_windows
+from dejavu.predictor.layer import Task
 from dejavu.predictor.recording import Recorded, record, window_losses
 from dejavu.predictor.survey import Survey, make_survey
 from dejavu.predictor.wide import widened
@@ -65,17 +66,27 @@ COMPARED = (
 class Study:
     """The model, what was recorded of it, and the arms of each unit of work."""
 
-    def __init__(self, text: Path, work: Path, layers: Sequence[int], device: str) -> None:
+    def __init__(
+        self,
+        text: Path,
+        work: Path | None,
+        layers: Sequence[int],
+        device: str,
+        trained: int = TRAINED,
+    ) -> None:
+        """work: where finished pieces wait, None: nowhere. layers: whose inputs half a block before
+        are recorded too. trained: windows."""
         self.layers, self._work, self.ops = layers, work, TorchOps()
         loaded = load_model(model_path("relu-30m"))
         self.stored, self.model = loaded.model, widened(loaded.model)
         if device != "cpu":
             self.model = load_model(model_path("relu-30m"), dtype="fp32", device=device).model
+        self.tokenizer = load_tokenizer(loaded.checkpoint)
         self.windows = make_windows(
             [text],
-            load_tokenizer(loaded.checkpoint),
+            self.tokenizer,
             length=WINDOW,
-            train=TRAINED,
+            train=trained,
             held_out=HELD_OUT,
             separator=loaded.model.config.eos_token_ids[0],
         )
@@ -87,6 +98,8 @@ class Study:
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """A finished piece of work (plain values and tensors) from its file, or made and kept."""
+        if self._work is None:
+            return make()
         path = self._work / f"{name}.pt"
         if path.is_file():
             return torch.load(path, weights_only=True)
@@ -97,7 +110,7 @@ class Study:
 
     def has(self, name: str) -> bool:
         """Whether a piece of work is finished."""
-        return (self._work / f"{name}.pt").is_file()
+        return self._work is not None and (self._work / f"{name}.pt").is_file()
 
     def _recorded(self) -> dict[str, Any]:
         keys = [(Site.NEURONS, n) for n in range(self.model.config.num_hidden_layers)]
@@ -125,27 +138,30 @@ class Study:
 
 
 class Scored(Selector):
-    """Layers choose by arms at their thresholds; `None` as an arm: by the true contributions."""
+    """Layers choose by arms at their thresholds, or (a task) by the true contributions.
+
+    densities: share of the neurons chosen, of every layer and window in turn."""
 
     capturable = False
 
-    def __init__(self, layers: dict[int, tuple[Layer, Arm | None]]) -> None:
+    def __init__(self, layers: Mapping[int, Arm | Task]) -> None:
         self._layers = layers
+        self.densities: list[float] = []
 
     def select(self, site: Site, layer: int, points: Points, ops: Ops) -> Selection | None:
         if site != Site.NEURONS or layer not in self._layers:
             return None
-        known, arm = self._layers[layer]
-        if arm is None:
-            neurons = known.task.neurons
-            assert neurons is not None
-            scores = neurons.squares(points.source(site, layer), ops)
+        arm = self._layers[layer]
+        if isinstance(arm, Task):
+            assert arm.neurons is not None
+            scores = arm.neurons.squares(points.source(site, layer), ops)
             count = max(1, round(DENSITY * scores.numel()))
             (limit,) = ascending(scores, [scores.numel() - count])
             return Selection.from_mask(scores >= limit)
         place = 2 * layer + 1 - (2 * arm.source[1] + (arm.source[0] == Site.NEURONS))
-        x = points.source(site, layer, place / 2)
-        return Selection.from_mask(arm.scores(x) > arm.threshold)
+        mask = arm.scores(points.source(site, layer, place / 2)) > arm.threshold
+        self.densities.append(float(mask.float().mean()))
+        return Selection.from_mask(mask)
 
 
 def perplexities(study: Study, arms: dict[int, list[Arm]]) -> list[dict[str, Any]]:
@@ -154,7 +170,7 @@ def perplexities(study: Study, arms: dict[int, list[Arm]]) -> list[dict[str, Any
     windows = study.windows.held_out[:JUDGED]
     counts = [WINDOW] * len(windows)
     dense = window_losses(study.model, windows, Dense(), study.ops)
-    layers = {n: study.layer(n) for n in study.layers}
+    tasks = {n: study.layer(n).task for n in study.layers}
     names = [
         (a.name, a.rank, a.bits)
         for a in arms[study.layers[0]]
@@ -162,11 +178,11 @@ def perplexities(study: Study, arms: dict[int, list[Arm]]) -> list[dict[str, Any
     ]
     found = []
     for name in [None, *names]:
-        chosen: dict[int, tuple[Layer, Arm | None]] = {}
+        chosen: dict[int, Arm | Task] = {}
         for n in study.layers:
             same = [a for a in arms[n] if (a.name, a.rank, a.bits) == name]
             if name is None or same:
-                chosen[n] = layers[n], (same[0] if same else None)
+                chosen[n] = same[0] if same else tasks[n]
         if len(chosen) < len(study.layers):
             continue
         losses = window_losses(study.model, windows, Scored(chosen), study.ops)

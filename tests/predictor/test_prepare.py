@@ -284,6 +284,20 @@ def test_look_ahead_is_compared_and_costs_accuracy(loaded: LoadedModel, tmp_path
     assert {source.distance for source in plan.predictors.values()} == {0.0}
 
 
+def test_an_earlier_input_gets_the_rank_that_is_worth_its_bytes(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    def tried(name: str, *ranks: int) -> dict[str, float]:
+        plan = run(loaded, tmp_path / name, lookahead=(0.0, 0.5), ranks=ranks, epochs=1.0)
+        found: dict[str, float] = plan.report["places"]["neurons.1"]["lookahead"]["0.5"]
+        del found["missed_mass_at_equal_density"]  # beside what the own input's rank selects
+        return found
+
+    cheap, dear = sorted((tried("low", 1), tried("high", 8)), key=lambda one: one["cost_bytes"])
+    assert dear["cost_bytes"] > 1.05 * cheap["cost_bytes"]  # else nothing is shown
+    assert tried("both", 1, 8) == cheap
+
+
 def test_heads_are_skipped_where_most_do_nothing(tmp_path: Path) -> None:
     """In a model whose heads 1 to 3 add almost nothing, heads are predicted and skipped."""
     loaded = tiny.load(tiny.save(tmp_path / "model", idle_heads=True))
@@ -366,8 +380,11 @@ def test_default_ranks_suit_the_shape(loaded: LoadedModel) -> None:
     options = PrepareOptions()
     assert options.neuron_ranks(shape(512, 2048)) == (96, 128, 176)
     assert options.neuron_ranks(shape(4096, 16384)) == (160, 208, 272)
-    assert options.neuron_ranks(shape(6, 5)) == (1,)
-    assert PrepareOptions(ranks=(999, 3)).neuron_ranks(shape(8, 6)) == (3, 6)
+    assert options.neuron_ranks(shape(6, 5)) == options.neuron_ranks(shape(6, 5), 0.5)[:1] == (1,)
+    assert options.neuron_ranks(shape(512, 2048), 0.5) == (96, 128, 176, 352)
+    assert options.neuron_ranks(shape(200, 2048), 0.5)[-1] <= 200
+    for distance in (0.0, 1.0):
+        assert PrepareOptions(ranks=(999, 3)).neuron_ranks(shape(8, 6), distance) == (3, 6)
 
 
 def test_a_plan_runs_carefully_where_nothing_else_was_asked_for(plan: Plan) -> None:

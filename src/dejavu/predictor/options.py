@@ -98,11 +98,12 @@ class PrepareOptions:
         careful = self.max_loss / 2 if self.careful_loss is None else self.careful_loss
         return {CAREFUL: careful, BALANCED: self.max_loss, FAST: self.fast_loss}
 
-    def neuron_ranks(self, config: ModelConfig) -> tuple[int, ...]:
-        """Ranks to try for neurons, ascending.
+    def neuron_ranks(self, config: ModelConfig, distance: float = 0.0) -> tuple[int, ...]:
+        """Ranks to try for neurons, ascending; distance: in blocks, that their input is earlier.
 
         By default three quarters, all and five quarters of the rank at which a 4-bit predictor has
-        a sixth of the bytes of the first matrix in int8, about 256 at most.
+        a sixth of the bytes of the first matrix in int8, about 256 at most. An earlier input says
+        less, and rank makes up for it: from there on twice the largest is tried too.
         """
         width, neurons = config.hidden_size, config.intermediate_size
         if self.ranks is not None:
@@ -111,6 +112,8 @@ class PrepareOptions:
             middle = min(_MIDDLE_RANK, _PREDICTOR_SHARE * width * neurons / (width + neurons))
             step = 16 if middle >= 64 else 1
             wanted = {max(1, round(share * middle / step) * step) for share in _SPREAD}
+            if distance:
+                wanted.add(min(2 * max(wanted), width, neurons))
         return tuple(sorted(wanted))
 
     def head_ranks(self, config: ModelConfig) -> tuple[int, ...]:

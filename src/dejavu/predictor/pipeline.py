@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from dejavu.sparsity.policy import Site
 
 Progress = Callable[[str, int, int], None]  # stage, done, in all
 FP16_BYTES = 2
-_WORK_VERSION = 2  # raised when a change makes the unfinished work of an older version useless
+_WORK_VERSION = 3  # raised when a change makes the unfinished work of an older version useless
 _MANY_ACTIVE = 0.5  # share of neurons above which a warning says what to expect
 _TRIAL_TOKENS = 8192
 
@@ -151,10 +152,10 @@ class Pipeline:
         weights = rank * (c.hidden_size + c.num_key_value_heads) * o.bits // 8
         return weights + 4 * rank + (8 if o.bits == 8 else 4) * c.num_key_value_heads
 
-    def _ranks(self, key: Key) -> tuple[int, ...]:
-        o = self._options
-        neurons = key[0] == Site.NEURONS
-        return o.neuron_ranks(self._config) if neurons else o.head_ranks(self._config)
+    def _ranks(self, key: Key, distance: float = 0.0) -> tuple[int, ...]:
+        if key[0] == Site.NEURONS:
+            return self._options.neuron_ranks(self._config, distance)
+        return self._options.head_ranks(self._config)
 
     def _train(self, survey: Survey, held: Recorded) -> None:
         tasks = self._tasks(survey)
@@ -165,7 +166,8 @@ class Pipeline:
             needed = {key for task in group for key in _inputs(task, distances)}
             data = self._record("recording", self._windows.train, needed)
             for task in group:
-                ranks, distance = self._ranks(task.key), distances[task.key]
+                distance = distances[task.key]
+                ranks = self._ranks(task.key, distance)
                 one = self._options.predictor_share is None  # else a budget chooses among ranks
                 found = learn(task, data, held, ranks, distance, training, self._ops, one=one)
                 self._work.save(task.key, found, {"rows_trained": self._trained_rows})
@@ -207,12 +209,11 @@ class Pipeline:
             if found is None:
                 if data is None:
                     data = self._record("recording for look-ahead", trial, self._all_keys())
-                ranks = self._ranks(task.key)
                 found = best_distance(
                     task,
                     data,
                     held,
-                    ranks[len(ranks) // 2],
+                    partial(self._ranks, task.key),
                     self._options.lookahead,
                     self._training(),
                     self._ops,
