@@ -150,17 +150,22 @@ def test_a_price_is_found_whose_measured_loss_is_allowed(allowed: float, error: 
     assert measure(priced_thresholds(curves, more)).value + 2 * error > 0.9 * math.log1p(allowed)
 
 
-def test_a_known_price_starts_the_search_and_is_kept_where_nothing_is_better() -> None:
-    curves = places()
+def test_levels_of_one_model_share_what_was_measured() -> None:
+    curves, trials = places(), []
     measure = Loss(curves, 0.0)
-    first = price_for_loss(curves, 0.01, measure)
-    assert first is not None
-    trials = measure.trials
-    second = price_for_loss(curves, 0.03, measure, first)
-    assert second is not None
-    assert second[0] > first[0]
-    assert measure.trials > trials
-    assert price_for_loss(curves, 0.01, lambda _: Mean(1.0, 0.0), first) == first
+    losses = (0.005, 0.01, 0.03)
+    alone = 0
+    for allowed in losses:
+        single = Loss(curves, 0.0)
+        price_for_loss(curves, allowed, single)
+        alone += single.trials
+    found = [price_for_loss(curves, allowed, measure, trials) for allowed in losses]
+    assert len(trials) == measure.trials < alone
+    prices = [price for price, _ in filter(None, found)]
+    assert prices == sorted(set(prices))
+    assert len(prices) == len(losses)
+    # An allowed price that is known stays, where nothing more is.
+    assert price_for_loss(curves, 0.01, lambda _: Mean(1.0, 0.0), trials) == found[1]
 
 
 def test_no_price_is_allowed_where_everything_costs_too_much() -> None:

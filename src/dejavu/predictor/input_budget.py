@@ -33,10 +33,13 @@ _TRIALS = 7
 _FIRST_TRIAL = 0.25  # sparsity
 _STEEPNESS = 4.0  # power of the sparsity with which the loss grows, about
 _ERRORS = 2.0  # with one, half a percent asked for was 0.54 % on other books
+_LEAST = 0.2  # of the allowed loss: what is measured below counts as so much
 _CLOSE = 0.9  # of the allowed loss: near enough to stop searching
 
 Place = tuple[int, InputSite]
 Tick = Callable[[int, int], None]  # windows done, windows in all
+Trial = tuple[float, Mean]
+"""A price in nats a byte, and the mean loss a token measured at it."""
 Measure = Callable[[Sequence[Thresholds]], Mean]
 """Mean loss a token above the dense model's, on held-out text, of thresholds by layer."""
 
@@ -217,40 +220,42 @@ def price_for_sparsity(curves: Curves, sparsity: float) -> float:
 
 
 def price_for_loss(
-    curves: Curves,
-    max_loss: float,
-    measure: Measure,
-    known: tuple[float, Mean] | None = None,
-) -> tuple[float, Mean] | None:
+    curves: Curves, max_loss: float, measure: Measure, trials: list[Trial] | None = None
+) -> Trial | None:
     """The highest price found whose measured loss, two standard errors added, is allowed.
 
-    max_loss: relative rise of perplexity. known: a price and its measured loss, to start from.
-    None where no price is allowed.
+    max_loss: relative rise of perplexity. trials: what was measured for other losses of the same
+    curves and text, to start from; what is measured here is added. None where no price is allowed.
     """
+    trials = [] if trials is None else trials
     allowed = math.log1p(max_loss)
-    low, high = 0.0, GRID[-1]  # sparsities
-    sparsity = _FIRST_TRIAL
-    best = None
-    if known is not None:
-        sparsity = planned_sparsity(curves, known[0])
-        if _bound(known[1]) <= allowed:
-            best, low = known, sparsity
-        sparsity = _guess(sparsity, _bound(known[1]), allowed)
     for _ in range(_TRIALS):
-        price = _between(curves, sparsity if low < sparsity < high else (low + high) / 2, low, high)
+        best, low, high = _bracket(curves, trials, allowed)
+        if best is not None and _bound(best[1]) >= _CLOSE * allowed:
+            break
+        sparsity = _guess(low, high, allowed)
+        price = _between(curves, sparsity, low[0], high[0])
         if price is None:
             break
-        sparsity = planned_sparsity(curves, price)
-        loss = measure(priced_thresholds(curves, price))
-        bound = _bound(loss)
-        if bound <= allowed:
-            best, low = (price, loss), sparsity
-            if bound >= _CLOSE * allowed:
-                break
-        else:
-            high = sparsity
-        sparsity = _guess(sparsity, bound, allowed)
-    return best
+        trials.append((price, measure(priced_thresholds(curves, price))))
+    return _bracket(curves, trials, allowed)[0]
+
+
+def _bracket(
+    curves: Curves, trials: Sequence[Trial], allowed: float
+) -> tuple[Trial | None, tuple[float, float], tuple[float, float]]:
+    """The highest allowed trial, and the sparsity and loss, errors added, between which more could
+    be allowed; (0, 0) and an infinite loss stand for what was not measured."""
+    best, low, high = None, (0.0, 0.0), (GRID[-1], math.inf)
+    for trial in trials:
+        point = planned_sparsity(curves, trial[0]), _bound(trial[1])
+        if point[1] <= allowed and point[0] > low[0]:
+            best, low = trial, point
+    for trial in trials:
+        point = planned_sparsity(curves, trial[0]), _bound(trial[1])
+        if point[1] > allowed and low[0] < point[0] < high[0]:
+            high = point
+    return best, low, high
 
 
 def _between(curves: Curves, sparsity: float, low: float, high: float) -> float | None:
@@ -264,9 +269,20 @@ def _between(curves: Curves, sparsity: float, low: float, high: float) -> float 
     return None
 
 
-def _guess(sparsity: float, bound: float, allowed: float) -> float:
-    """The sparsity at which a loss that grows as a power of it is as allowed."""
-    return sparsity * math.pow(allowed / max(bound, 0.2 * allowed), 1 / _STEEPNESS)
+def _guess(low: tuple[float, float], high: tuple[float, float], allowed: float) -> float:
+    """The sparsity at which a loss that grows as a power of it is nearly all that is allowed."""
+    aimed = (1 + _CLOSE) / 2 * allowed
+    known = [
+        (s, max(loss, _LEAST * allowed)) for s, loss in (low, high) if s > 0 and loss < math.inf
+    ]
+    if not known:
+        return _FIRST_TRIAL
+    sparsity, loss = known[0]
+    steepness = _STEEPNESS
+    if len(known) == 2:
+        steepness = math.log(known[1][1] / loss) / math.log(known[1][0] / sparsity)
+    guess = sparsity * (aimed / loss) ** (1 / steepness)
+    return guess if low[0] < guess < high[0] else (low[0] + high[0]) / 2
 
 
 def _bound(loss: Mean) -> float:

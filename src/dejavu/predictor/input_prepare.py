@@ -23,6 +23,7 @@ from dejavu.models.base import DecoderLM
 from dejavu.predictor.calibration import Windows
 from dejavu.predictor.input_budget import (
     Curves,
+    Trial,
     curves_from_json,
     curves_to_json,
     input_curves,
@@ -84,10 +85,9 @@ def prepare_inputs(
     layers = wide.config.num_hidden_layers
     dense = (LayerPolicy(),) * layers
     levels = {EXACT: Level(0.0, dense, dense, text.report(None, Mean(0.0, 0.0), ()))}
-    found = None
+    trials: list[Trial] = []
     for level, loss in options.losses.items():
-        found = price_for_loss(curves, loss, text.rise, found)
-        price, rise = found or (None, Mean(0.0, 0.0))
+        price, rise = price_for_loss(curves, loss, text.rise, trials) or (None, Mean(0.0, 0.0))
         thresholds = () if price is None else tuple(priced_thresholds(curves, price))
         report = text.report(price, rise, thresholds)
         report["planned_sparsity"] = 0.0 if price is None else planned_sparsity(curves, price)
