@@ -138,7 +138,8 @@ def test_imports_need_no_compiled_kernels():
 @pytest.mark.cuda
 def test_a_shape_on_a_gpu():
     options = replace(QUICK, densities=(0.1, Target(0.1, 0.5)), peers=("transformers",))
-    done = bench("opt-125m", options=options, device="cuda")
+    # Of smaller shapes the table of costs has MLPs computed whole.
+    done = bench("opt-2.7b", options=options, device="cuda")
     assert done.conditions.dtype == "fp16"
     assert done.machine.gpu is not None
     assert done.machine.gpu.l2_bytes > 1 << 20

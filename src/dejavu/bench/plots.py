@@ -12,6 +12,8 @@ from pathlib import Path
 from dejavu.bench.result import BenchResult, Density
 from dejavu.errors import BackendError, InputError
 
+_MARKERS = "osD^vP*"
+
 
 def plot_density(result: BenchResult, path: Path) -> None:
     """Write ms/token of all our arms over the density of bytes; peers are horizontal lines.
@@ -29,23 +31,27 @@ def plot_density(result: BenchResult, path: Path) -> None:
     own = [(arm, arm.density) for arm in result.arms if arm.density is not None]
     if not own:
         raise InputError("no arm of this result has a density to plot")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(8.5, 4), layout="constrained")
     axes = figure.add_subplot()
     own.sort(key=lambda pair: pair[1].bytes)
     for place, (arm, density) in enumerate(own):
         spread = arm.ms_per_token
         reach = [[spread.median - spread.p10], [spread.p90 - spread.median]]
-        axes.errorbar(density.bytes, spread.median, yerr=reach, fmt="o", capsize=3, color="C0")
-        axes.annotate(
-            f"{arm.name}\n{_kept(density)}",
-            (density.bytes, spread.median),
-            textcoords="offset points",
-            xytext=(8, 6 if place % 2 else -26),  # neighbours may lie close together
-            fontsize=8,
+        axes.errorbar(
+            density.bytes,
+            spread.median,
+            yerr=reach,
+            fmt=_MARKERS[place % len(_MARKERS)],
+            capsize=3,
+            color=f"C{place}",
+            label=f"{_kept(arm.name, density)}: {spread.median:.3g} ms",
         )
     for number, arm in enumerate(a for a in result.arms if a.density is None):
         axes.axhline(
-            arm.ms_per_token.median, color=f"C{number + 1}", linestyle="--", label=arm.name
+            arm.ms_per_token.median,
+            color=f"C{len(own) + number}",
+            linestyle="--",
+            label=f"{arm.name}: {arm.ms_per_token.median:.3g} ms",
         )
     if result.roofline_ms is not None:
         axes.plot(
@@ -56,7 +62,11 @@ def plot_density(result: BenchResult, path: Path) -> None:
             label=f"bytes read / {result.read_bandwidth:.1f} GB/s",
         )
         axes.axhline(
-            result.roofline_ms, color="black", linewidth=1, linestyle=":", label="dense roofline"
+            result.roofline_ms,
+            color="black",
+            linewidth=1,
+            linestyle=":",
+            label=f"dense roofline: {result.roofline_ms:.3g} ms",
         )
     c = result.conditions
     weights = ", random weights: speed only" if result.random_weights else ""
@@ -64,16 +74,19 @@ def plot_density(result: BenchResult, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("weight bytes read for a token, share of the dense model's")
     axes.set_ylabel("ms/token")
-    axes.set_xlim(0, 1.25)
+    axes.set_xlim(0, 1.05)
     axes.set_ylim(bottom=0)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
 
 
-def _kept(density: Density) -> str:
+def _kept(name: str, density: Density) -> str:
+    """What an arm is called, and what it keeps; a forced arm is called by that."""
     heads = "" if density.groups == 1.0 else f", {density.groups:.0%} of heads"
-    return f"{density.neurons:.0%} of neurons{heads}"
+    kept = f"{density.neurons:.0%} of neurons{heads}"
+    if name.startswith("forced "):
+        return kept + (", lazy-kv" if name.endswith("lazy-kv") else "")
+    return name if density.neurons == density.groups == 1.0 else f"{name}: {kept}"
 
 
 def _where(result: BenchResult) -> str:
