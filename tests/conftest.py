@@ -39,8 +39,9 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def brief_bench() -> Iterator[None]:
-    """Benches of the CPU that neither rest nor read for long: no test is about speed."""
-    from dejavu.bench import decode
+    """Benches of the CPU that neither rest nor read for long, and rates of levels from two turns:
+    no test is about speed."""
+    from dejavu.bench import decode, level_speed
     from dejavu.kernels.native import measure_read_bandwidth
 
     open_backend = decode.open_backend
@@ -56,4 +57,5 @@ def brief_bench() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "open_backend", brief)
         patch.setattr(decode, "_REST", 0.0)
+        patch.setattr(level_speed, "_TURNS_OF_SMALL", 2)
         yield
