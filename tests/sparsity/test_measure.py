@@ -1,8 +1,6 @@
 """The two-pass experiment against plain loops and transformers with hooks."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,153 +13,24 @@ from dejavu.config import ModelConfig
 from dejavu.errors import InputError
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import load_model, random_model
-from dejavu.models.base import DecoderLM
-from dejavu.sparsity.budgets import Histogram, kept, mass_count, ranks
-from dejavu.sparsity.losses import block_mean, token_losses
+from dejavu.sparsity.budgets import kept
 from dejavu.sparsity.measure import measure
-from dejavu.sparsity.measure_plots import save_plots
-from dejavu.sparsity.measure_tables import tables
-from dejavu.sparsity.measurement import Measurement, MeasureOptions
+from dejavu.sparsity.measurement import MeasureOptions
 from dejavu.sparsity.policy import Dense, Site
 from dejavu.sparsity.record import Recorder
 from dejavu.sparsity.replay import Replay
-from dejavu.sparsity.similarity import Overlap, ResidualFlow
 
-NEURONS, HEADS, LAYERS, VOCAB = 50, 4, 2, 67
-Reference = transformers.PreTrainedModel
-Pair = tuple[DecoderLM, Reference]
-
-
-def _pair(folder: Path, config: transformers.PretrainedConfig) -> Pair:
-    """A random model with real biases and spread, ours and the reference's."""
-    torch.manual_seed(7)
-    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            spread = 0.1 if "norm" in name else 0.3
-            parameter.add_(torch.randn_like(parameter) * spread)
-    reference.save_pretrained(folder)
-    return load_model(folder, dtype="fp32").model, reference
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def opt(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    config = transformers.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        word_embed_proj_dim=24,
-        ffn_dim=NEURONS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=40,
-        dropout=0.0,
-    )
-    return _pair(tmp_path_factory.mktemp("opt"), config)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=NEURONS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=40,
-    )
-    return _pair(tmp_path_factory.mktemp("llama"), config)
-
-
-def windows(lengths: list[int], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
-
-
-def parts(reference: Reference) -> Iterator[tuple[torch.nn.Linear, torch.nn.Linear]]:
-    """(output projection, down projection) of each layer."""
-    if reference.config.model_type == "opt":
-        for layer in reference.model.decoder.layers:
-            yield layer.self_attn.out_proj, layer.fc2
-    else:
-        for layer in reference.model.layers:
-            yield layer.self_attn.o_proj, layer.mlp.down_proj
-
-
-Edit = Callable[[int, int, Tensor], Tensor]  # layer, 0 for heads or 1 for neurons, input -> input
-
-
-@torch.inference_mode()
-def run_reference(reference: Reference, ids: Tensor, edit: Edit) -> float:
-    """Sum of losses with the inputs of output and down projections edited."""
-    handles = []
-    for layer, pair in enumerate(parts(reference)):
-        for kind, module in enumerate(pair):
-
-            def hook(
-                _: object, inputs: tuple[Tensor], layer: int = layer, kind: int = kind
-            ) -> tuple:
-                return (edit(layer, kind, inputs[0]),)
-
-            handles.append(module.register_forward_pre_hook(hook))
-    logits = reference(ids[None, :-1]).logits[0]
-    for handle in handles:
-        handle.remove()
-    return float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-
-
-def observe_reference(reference: Reference, ids: Tensor) -> tuple[float, dict, dict]:
-    """Loss, contributions `[N, F]` and group norms `[N, K]` by layer, from plain loops."""
-    projections = list(parts(reference))
-    groups = getattr(reference.config, "num_key_value_heads", HEADS)
-    neurons, heads = {}, {}
-
-    def look(layer: int, kind: int, x: Tensor) -> Tensor:
-        weight = projections[layer][kind].weight  # [D, in]
-        rows = x.reshape(-1, x.shape[-1])
-        if kind == 1:
-            neurons[layer] = rows.abs() * weight.norm(dim=0)
-        else:
-            size = weight.shape[1] // groups
-            slices = [slice(g * size, (g + 1) * size) for g in range(groups)]
-            heads[layer] = torch.stack(
-                [torch.stack([(weight[:, s] @ row[s]).norm() for s in slices]) for row in rows]
-            )
-        return x
-
-    return run_reference(reference, ids, look), neurons, heads
-
-
-@torch.inference_mode()
-def reference_stream(reference: Reference, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The residual stream `[N, D]` after attention and after the MLP of each layer."""
-    middle: list[Tensor] = []
-    after: list[Tensor] = []
-    is_opt = reference.config.model_type == "opt"
-    layers = reference.model.decoder.layers if is_opt else reference.model.layers
-    handles = []
-    for layer in layers:
-        norm = layer.final_layer_norm if is_opt else layer.post_attention_layernorm
-        handles.append(norm.register_forward_pre_hook(lambda _, x: middle.append(x[0])))
-        handles.append(
-            layer.register_forward_hook(
-                lambda *at: after.append(at[2][0] if isinstance(at[2], tuple) else at[2])
-            )
-        )
-    reference(ids[None, :-1])
-    for handle in handles:
-        handle.remove()
-    width = reference.config.hidden_size
-    pairs = zip(middle, after, strict=True)
-    return [(m.reshape(-1, width), a.reshape(-1, width)) for m, a in pairs]
+from .references import (
+    HEADS,
+    LAYERS,
+    NEURONS,
+    VOCAB,
+    Pair,
+    observe_reference,
+    reference_stream,
+    run_reference,
+    windows,
+)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
@@ -471,118 +340,6 @@ def test_bad_options_name_the_field(change: dict[str, object], field: str) -> No
 def test_bad_windows(opt: Pair, texts: list[int], others: list[int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         measure(opt[0], windows(texts), windows(others))
-
-
-@pytest.fixture(scope="module")
-def small(opt: Pair) -> Measurement:
-    options = MeasureOptions(densities=(0.5, 0.2))
-    return measure(opt[0], windows([20, 20]), windows([20], seed=1), options)
-
-
-def test_tables_show_every_layer_and_arm(small: Measurement) -> None:
-    from rich.console import Console
-
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    for table in tables(small):
-        console.print(table)
-    text = console.export_text()
-    assert f"{small.layers[1].active:.1%}" in text
-    for result in small.arms:
-        assert f"{result.ratio:.3f}" in text or f"{result.ratio:.0f}" in text
-
-
-@pytest.mark.filterwarnings("error")
-def test_little_asked_little_shown(opt: Pair, tmp_path: Path) -> None:
-    options = MeasureOptions(densities=(), thresholds=(), distances=())
-    m = measure(opt[0], windows([5]), options=options)
-    assert len(m.arms) == 1
-    assert [table.row_count for table in tables(m)] == [LAYERS, 1, 0]
-    pytest.importorskip("matplotlib")
-    assert len(save_plots(m, tmp_path)) == 4
-
-
-def test_plots_leave_matplotlib_alone(small: Measurement, tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    before, pyplot = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
-    paths = save_plots(small, tmp_path / "plots")
-    assert sorted(path.name for path in paths) == sorted(
-        entry.name for entry in (tmp_path / "plots").iterdir()
-    )
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in paths)
-    assert ("matplotlib.pyplot" in sys.modules) == pyplot
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_ranks_break_ties_by_number() -> None:
-    scores = torch.tensor([[0.0, 2.0, 0.0, 2.0, 1.0]])
-    assert ranks(scores).tolist() == [[3, 0, 4, 1, 2]]
-    assert ranks(torch.zeros(0, 3)).shape == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("density", "count"), [(1.0, 16), (0.05, 1), (0.5, 8), (0.03, 1), (0.8, 13)]
-)
-def test_kept(density: float, count: int) -> None:
-    assert kept(density, 16) == count
-
-
-def test_mass_count() -> None:
-    scores = torch.tensor([[4.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 5.0, 0.0]])
-    assert mass_count(scores, 0.7).tolist() == [2, 0, 1]
-    assert mass_count(scores, 0.71).tolist() == [3, 0, 1]
-    assert mass_count(scores, 1.0).tolist() == [4, 0, 1]
-
-
-@pytest.mark.parametrize("density", [1.0, 0.5, 0.37, 0.01, 1e-9])
-def test_histogram_threshold(density: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    layers = [torch.randn(301, 7, generator=generator).relu() * scale for scale in (1.0, 0.01)]
-    histogram = Histogram(2)
-    for layer, scores in enumerate(layers):
-        for part in scores.t().split(3):  # not contiguous
-            histogram.add(layer, part)
-    scores = torch.cat([x.flatten() for x in layers])
-    threshold = histogram.threshold(density)
-    share = float((scores >= threshold).float().mean())
-    assert threshold > 0
-    assert share <= density
-    positive = float((scores > 0).float().mean())
-    below = float((scores >= threshold * (1 - 1 / 64)).float().mean())
-    assert share == pytest.approx(positive) or below > density
-
-
-def test_losses_and_their_error() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(600, 11, generator=generator) * 5
-    targets = torch.randint(0, 11, (600,), generator=generator)
-    losses = token_losses(logits, targets)
-    wanted = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
-    torch.testing.assert_close(losses, wanted, rtol=0, atol=2e-6)
-    assert token_losses(logits[:0], targets[:0]).shape == (0,)
-    blocks = losses.view(6, 100).sum(dim=1).tolist()
-    mean = block_mean(blocks, [100] * 6)
-    means = torch.tensor(blocks) / 100
-    assert mean.value == pytest.approx(float(losses.mean()))
-    assert mean.error == pytest.approx(float(means.std() / 6**0.5), rel=1e-5)
-    assert block_mean([3.0], [2]) == (1.5, None)
-    assert mean.exp().error == pytest.approx(mean.exp().value * mean.error)
-
-
-def test_overlap_and_flow_of_hostile_inputs() -> None:
-    overlap = Overlap(1)
-    overlap.add(0, torch.zeros(3, 4, dtype=torch.bool), torch.zeros(5, 4, dtype=torch.bool))
-    overlap.add(0, torch.ones(0, 4, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool))
-    assert overlap.means() == [None]
-    overlap.add(0, torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]]))
-    assert overlap.means() == [pytest.approx(1 / 3)]
-    flow = ResidualFlow(1)
-    flow.add([torch.tensor([x]) for x in ([2.0, 0.0], [2.0, 4.0], [-1.0, 0.0])])
-    (change,) = flow.means()
-    assert change == pytest.approx((-1.0, 1.5, 2.0, 5 / 20**0.5))
-    flow = ResidualFlow(1)
-    flow.add([torch.zeros(2, 3)] * 3)
-    (change,) = flow.means()
-    assert (change.block, change.attention, change.mlp) == (0.0, 0.0, 0.0)
 
 
 def test_a_real_model_is_as_sparse_as_known(shared: Path) -> None:
