@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import tokenizers
 import torch
+import transformers
+from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 
 from dejavu.config import ModelConfig
@@ -96,3 +99,15 @@ def scripted(
     """An engine over a scripted model with no end tokens."""
     model = ScriptedLM(config(vocab_size, context), script)
     return Engine(loaded(model), ops=TorchOps(), **options), model
+
+
+def word_tokenizer(size: int, **special: str) -> transformers.PreTrainedTokenizerFast:
+    """Words t000, t001, ...; a `bos_token` goes first by the post-processor."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({f"t{i:03}": i for i in range(size)}, "t000"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if "bos_token" in special:
+        bos = special["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, int(bos[1:]))]
+        )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
