@@ -38,8 +38,7 @@ def add_level(
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with one more level (or another one of that name): the fewest bytes found whose
-    measured loss, one standard error added (two where input channels are skipped), is at most
-    `max_loss` of relative perplexity.
+    measured loss, two standard errors added, is at most `max_loss` of relative perplexity.
 
     text: best one that the plan was not made from. Raises PlanError for another model's plan,
     InputError for a loss of 0 or less, the name `exact`, and where no threshold keeps the loss.
@@ -108,7 +107,7 @@ def _by_threshold(trial: _Trial, max_loss: float) -> Level | None:
     threshold = _first_guess(trial.plan, allowed)
     for _ in range(_TRIALS):
         level, loss = trial.measure(_at(trial.plan, max_loss, threshold))
-        bound = loss.value + (loss.error or 0.0)
+        bound = loss.upper
         if bound <= allowed:
             best, low = level, threshold
             if bound >= _CLOSE * allowed:
@@ -137,9 +136,9 @@ def _first_guess(plan: Plan, allowed: float) -> float:
 
 
 def _log_ratio(report: dict[str, Any]) -> float:
-    """Upper bound of a level's loss, one standard error added."""
+    """Upper bound of a level's loss, two standard errors added."""
     error = report.get("perplexity_ratio_error") or 0.0
-    return math.log(float(report["perplexity_ratio"]) + float(error))
+    return math.log(float(report["perplexity_ratio"]) + 2 * float(error))
 
 
 def _at(plan: Plan, max_loss: float, threshold: float) -> Level:

@@ -32,7 +32,6 @@ _SCORED_ROWS = 64  # tokens of a window whose scores the thresholds come from
 _TRIALS = 7
 _FIRST_TRIAL = 0.25  # sparsity
 _STEEPNESS = 4.0  # power of the sparsity with which the loss grows, about
-_ERRORS = 2.0  # with one, half a percent asked for was 0.54 % on other books
 _LEAST = 0.2  # of the allowed loss: what is measured below counts as so much
 _CLOSE = 0.9  # of the allowed loss: near enough to stop searching
 
@@ -231,7 +230,7 @@ def price_for_loss(
     allowed = math.log1p(max_loss)
     for _ in range(_TRIALS):
         best, low, high = _bracket(curves, trials, allowed)
-        if best is not None and _bound(best[1]) >= _CLOSE * allowed:
+        if best is not None and best[1].upper >= _CLOSE * allowed:
             break
         sparsity = _guess(low, high, allowed)
         price = _between(curves, sparsity, low[0], high[0])
@@ -248,11 +247,11 @@ def _bracket(
     be allowed; (0, 0) and an infinite loss stand for what was not measured."""
     best, low, high = None, (0.0, 0.0), (GRID[-1], math.inf)
     for trial in trials:
-        point = planned_sparsity(curves, trial[0]), _bound(trial[1])
+        point = planned_sparsity(curves, trial[0]), trial[1].upper
         if point[1] <= allowed and point[0] > low[0]:
             best, low = trial, point
     for trial in trials:
-        point = planned_sparsity(curves, trial[0]), _bound(trial[1])
+        point = planned_sparsity(curves, trial[0]), trial[1].upper
         if point[1] > allowed and low[0] < point[0] < high[0]:
             high = point
     return best, low, high
@@ -283,10 +282,6 @@ def _guess(low: tuple[float, float], high: tuple[float, float], allowed: float) 
         steepness = math.log(known[1][1] / loss) / math.log(known[1][0] / sparsity)
     guess = sparsity * (aimed / loss) ** (1 / steepness)
     return guess if low[0] < guess < high[0] else (low[0] + high[0]) / 2
-
-
-def _bound(loss: Mean) -> float:
-    return loss.value + _ERRORS * (loss.error or 0.0)
 
 
 def _bounds(curves: Curves) -> tuple[float, float]:

@@ -151,7 +151,7 @@ class Search:
         return {place.key: self._policy(place, threshold) for place in self._places}
 
     def level(self, max_loss: float, evaluate: Evaluate) -> Found:
-        """The highest threshold whose measured loss, one standard error added, stays allowed.
+        """The highest threshold whose measured loss, two standard errors added, is allowed.
 
         max_loss: relative rise of perplexity. Predictions say where to measure; only measured
         losses decide.
@@ -170,7 +170,7 @@ class Search:
                 self._ratio *= 0.5
                 continue
             loss = evaluate(policies, self.chosen)
-            bound = loss.value + (loss.error or 0.0)
+            bound = loss.upper
             self._ratio = max(bound, 0.05 * allowed) / max(self._nats(policies), 1e-9)
             if bound <= allowed:
                 best, low = Found(threshold, policies, loss), threshold

@@ -31,6 +31,12 @@ class Mean(NamedTuple):
     value: float
     error: float | None
 
+    @property
+    def upper(self) -> float:
+        """Two standard errors above the mean: what a level's loss is held against. With one, levels
+        for half a percent and for one came out at 0.54 and 1.10 % on other books."""
+        return self.value + 2 * (self.error or 0.0)
+
     def exp(self) -> Mean:
         """exp of the mean, its error to first order; ends at 1e304, where floats do."""
         value = math.exp(min(self.value, 700.0))
