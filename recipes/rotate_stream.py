@@ -8,6 +8,7 @@ rotation of the stream costs nothing at run time; nor does one of each value hea
 v to o (QuaRot, arXiv 2404.00456). Here both go to the axes of the inputs' second moments, in order
 to make inputs sparse (LaRoSA, arXiv 2507.01299, has a rotation a layer and turns inputs while it
 runs). FOLDER then is a checkpoint like any other (bf16, head and embedding apart), to `prepare`.
+With axes from 6100 tokens it was no gain on other books (`docs/log.md`, "Other coordinates").
 """
 
 from __future__ import annotations
