@@ -177,6 +177,12 @@ def test_nothing_asked(tiny: Settings, write: Write, tmp_path: Path) -> None:
         assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
+def test_a_folder_is_no_place_for_answers(tiny: Settings, write: Write, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with pytest.raises(InputError, match="is a folder"):
+        run_batch(tiny, write(), tmp_path / "d")
+
+
 def cut(source: Path, whole: Path, place: int) -> None:
     """As if the run that wrote `whole` had been killed after so many bytes."""
     (source.parent / "out.jsonl.partial").write_bytes(whole.read_bytes()[:place])

@@ -112,3 +112,10 @@ def test_a_busy_port_shows_before_a_model_is_loaded(capsys: pytest.CaptureFixtur
         port = other.getsockname()[1]
         assert serve("nowhere/at-all", "--port", port) == 1
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_level_of_logs_that_nobody_knows() -> None:
+    from dejavu.serve.logs import log_to_stderr
+
+    with pytest.raises(InputError, match="'loud'.*info"):
+        log_to_stderr("loud")

@@ -334,3 +334,10 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
     assert source.asked == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
     assert (tmp_path / "b").read_bytes() == b"old"
+
+
+def test_a_folder_is_no_bundle(tmp_path):
+    (tmp_path / "d").mkdir()
+    with pytest.raises(InputError, match="is a folder"):
+        write_bundle(tmp_path / "d", Source())
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]

@@ -116,8 +116,8 @@ def serve(
             metavar="FILE.toml",
             is_eager=True,
             callback=_config,
-            help="Any of these as keys (max_batch = 8), and [[models]] with name, source, plan, "
-            "level, dtype.",
+            help="Any of these as keys (max_batch = 8), and \\[\\[models]] with name, source, "
+            "plan, level, dtype.",
         ),
     ] = None,
 ) -> None:

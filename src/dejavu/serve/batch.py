@@ -93,6 +93,8 @@ def run_batch(
     """
     if not source.is_file():
         raise InputError(f"cannot read {source}: it is no file")
+    if out.is_dir():
+        raise InputError(f"{out} is a folder; name a file for the answers")
     if out.exists() and out.samefile(source):
         raise InputError(f"{out} is the input; choose another file for the answers")
     run = _fingerprint(settings)

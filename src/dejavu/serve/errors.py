@@ -9,11 +9,9 @@ from typing import Any
 from dejavu.errors import DejavuError, InputError
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -36,7 +34,9 @@ class ApiError(DejavuError):
 
     def body(self) -> dict[str, Any]:
         """The error object."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         return {
             "error": {
                 "message": str(self),

@@ -7,6 +7,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from dejavu.errors import InputError
+
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
@@ -27,7 +29,14 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: str) -> None:
-    """Send this package's and uvicorn's logs there, from `level` on."""
+    """Send this package's and uvicorn's logs there, from `level` on.
+
+    Raises InputError for a level that `logging` does not know.
+    """
+    known = logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        names = ", ".join(name.lower() for name in known if name not in ("NOTSET", "WARN", "FATAL"))
+        raise InputError(f"unknown --log-level {level!r}; known are {names}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("dejavu.serve", "uvicorn"):

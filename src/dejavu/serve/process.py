@@ -18,3 +18,9 @@ def settle() -> None:
     sys.setswitchinterval(_TURN)
     gc.collect()
     gc.freeze()
+
+
+def unsettle() -> None:
+    """Let the collector free the models at the end: the compiled kernels report what is left of
+    theirs, tens of lines among the logs."""
+    gc.unfreeze()

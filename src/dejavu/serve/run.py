@@ -15,7 +15,7 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.serve.app import build_app
 from dejavu.serve.errors import ApiError
 from dejavu.serve.models import serve_models
-from dejavu.serve.process import settle
+from dejavu.serve.process import settle, unsettle
 from dejavu.serve.settings import Settings
 
 log = logging.getLogger("dejavu.serve")
@@ -76,6 +76,7 @@ def run(settings: Settings) -> None:
         serve_on(listener, app, app.state.hub.worker, settings)
     finally:
         listener.close()
+        unsettle()
 
 
 def serve_on(listener: socket.socket, app: ASGIApp, working: Working, settings: Settings) -> None:

@@ -89,6 +89,8 @@ def write_bundle(
     disk is full: found before anything is written).
     """
     target = Path(path).expanduser().resolve()
+    if target.is_dir():
+        raise InputError(f"{target} is a folder; name a file for the bundle")
     description = _describe(source, order, block)
     partial = target.with_name(f"{target.name}.partial")
     with _reported(target, description.size):
