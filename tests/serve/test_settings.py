@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dejavu.cli import main
+from dejavu.errors import InputError
 from dejavu.serve import run
+from dejavu.serve.logs import log_to_stderr
 from dejavu.serve.settings import Settings
 
 FILE = """
@@ -115,8 +117,5 @@ def test_a_busy_port_shows_before_a_model_is_loaded(capsys: pytest.CaptureFixtur
 
 
 def test_a_level_of_logs_that_nobody_knows() -> None:
-    from dejavu.errors import InputError
-    from dejavu.serve.logs import log_to_stderr
-
     with pytest.raises(InputError, match=r"'loud'.*info"):
         log_to_stderr("loud")

@@ -8,6 +8,14 @@ import transformers
 
 from .references import HEADS, LAYERS, NEURONS, VOCAB, Pair, pair
 
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 40,
+}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -19,28 +27,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    config = transformers.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        word_embed_proj_dim=24,
-        ffn_dim=NEURONS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=40,
-        dropout=0.0,
-    )
+    config = transformers.OPTConfig(**SHAPE, word_embed_proj_dim=24, ffn_dim=NEURONS, dropout=0.0)
     return pair(tmp_path_factory.mktemp("opt"), config)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=NEURONS,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=40,
-    )
+    config = transformers.LlamaConfig(**SHAPE, intermediate_size=NEURONS, num_key_value_heads=2)
     return pair(tmp_path_factory.mktemp("llama"), config)

@@ -16,7 +16,7 @@ from dejavu.sparsity.accounting import dense_bytes
 _NEW_TOKENS = 64
 # Steps of a millisecond feel everything else that a machine does: with 5 turns a bench right after
 # gave rates up to 28 % away, with 15 up to 12 %. Steps of larger models are long enough.
-_TURNS, _TURNS_OF_SMALL, _SMALL = 5, 15, 1 << 28  # the last in bytes of weights
+_TURNS_OF_SMALL, _SMALL = 15, 1 << 28  # the latter in bytes of weights
 
 
 def _arm(level: str) -> str:
@@ -43,7 +43,7 @@ def timed(
         exact=False,
         peers=(),
         threads=threads,
-        repeats=_TURNS_OF_SMALL if small else _TURNS,
+        repeats=_TURNS_OF_SMALL if small else BenchOptions().repeats,
         new_tokens=min(_NEW_TOKENS, loaded.model.config.context_length // 2),
         text=text,
     )
