@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from dejavu.load import LoadedModel
-from dejavu.predictor.plan import Plan
-from dejavu.predictor.prepare import prepare
+from dejavu.predictor.plan import Plan, load_plan
 
 from . import tiny
 
@@ -38,14 +37,10 @@ def loaded(folder: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def plan_folder(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("plans") / "plan"
-    prepare(
-        loaded, [tiny.text()], out, tokenizer=tiny.Characters(), options=tiny.OPTIONS, name="tiny"
-    )
+    tiny.prepared(loaded, out)
     return out
 
 
 @pytest.fixture
 def plan(plan_folder: Path) -> Plan:
-    from dejavu.predictor.plan import load_plan
-
     return load_plan(plan_folder)

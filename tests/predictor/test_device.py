@@ -13,7 +13,6 @@ from dejavu.eval.compare import Comparison, compare
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import load_model
 from dejavu.predictor.plan import Plan, load_plan
-from dejavu.predictor.prepare import prepare
 from dejavu.sparsity.measure import measure
 from dejavu.sparsity.measurement import MeasureOptions
 from eval.tiny import text_of
@@ -27,14 +26,9 @@ OPTIONS = replace(
 
 
 def made(model: Path, out: Path, device: str, kind: str) -> Plan:
-    return prepare(
-        load_model(model, device=device),
-        [tiny.text()],
-        out,
-        tokenizer=tiny.Characters(),
-        options=replace(OPTIONS, kind=kind, bits=8),  # 4-bit arithmetic is the CPU's own
-        name="tiny",
-    )
+    loaded = load_model(model, device=device)
+    # 4-bit arithmetic is the CPU's own.
+    return tiny.prepared(loaded, out, options=OPTIONS, kind=kind, bits=8)
 
 
 @pytest.mark.parametrize("kind", ["svd", "paper"])

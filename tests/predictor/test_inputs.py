@@ -24,7 +24,6 @@ from dejavu.predictor.input_budget import (
     priced_thresholds,
 )
 from dejavu.predictor.plan import Plan, load_plan
-from dejavu.predictor.prepare import prepare
 from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
 from dejavu.sparsity.losses import Mean
 from dejavu.sparsity.policy import Dense
@@ -40,8 +39,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture(scope="module")
 def folder(gated: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("plans") / "plan"
-    options = replace(tiny.OPTIONS, max_loss=0.05, fast_loss=0.3)
-    prepare(gated, [tiny.text()], out, tokenizer=tiny.Characters(), options=options, name="tiny")
+    tiny.prepared(gated, out, max_loss=0.05, fast_loss=0.3)
     return out
 
 

@@ -15,7 +15,6 @@ from dejavu.eval.text import EvalText, Setting
 from dejavu.load import LoadedModel
 from dejavu.load_blocks import BlockReader, load_to_read
 from dejavu.predictor.plan import Plan, load_plan
-from dejavu.predictor.prepare import prepare
 
 from . import tiny
 
@@ -33,9 +32,7 @@ def streamed(folder: Path) -> LoadedModel:
 
 
 def made(loaded: LoadedModel, out: Path) -> Plan:
-    prepare(
-        loaded, [tiny.text()], out, tokenizer=tiny.Characters(), options=OPTIONS, name="tiny"
-    )  # fmt: skip
+    tiny.prepared(loaded, out, options=OPTIONS)
     return load_plan(out)
 
 

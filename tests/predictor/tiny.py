@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 import transformers
 
 from dejavu.load import LoadedModel, load_model
+from dejavu.predictor.levels import Progress
 from dejavu.predictor.options import PrepareOptions
+from dejavu.predictor.plan import Plan
+from dejavu.predictor.prepare import prepare
 
 VOCAB, WIDTH, NEURONS, LAYERS, HEADS = 64, 32, 128, 2, 4
 OPT = {
@@ -115,3 +119,30 @@ def save_llama(folder: Path, seed: int = 0) -> Path:
 
 def load(folder: Path, dtype: str = "auto") -> LoadedModel:
     return load_model(folder, dtype=dtype)
+
+
+def prepared(
+    loaded: LoadedModel,
+    out: Path,
+    *,
+    words: str | None = None,
+    progress: Progress | None = None,
+    options: PrepareOptions = OPTIONS,
+    **fields: Any,
+) -> Plan:
+    """What `prepare` makes of a model and a text (default: `text()`). fields: of the options."""
+    return prepare(
+        loaded,
+        [text() if words is None else words],
+        out,
+        tokenizer=Characters(),
+        options=replace(options, **fields),
+        name="tiny",
+        progress=progress,
+    )
+
+
+def windows(count: int) -> torch.Tensor:
+    """int64 `[count, 33]` of a text that no plan was made on."""
+    ids = torch.tensor(Characters().encode(text(33 * count, 9), add_special_tokens=False))
+    return ids[: 33 * count].view(count, 33)

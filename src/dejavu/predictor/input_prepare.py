@@ -36,7 +36,7 @@ from dejavu.predictor.options import EXACT, PrepareOptions
 from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan
 from dejavu.predictor.recording import window_losses
 from dejavu.predictor.wide import widened
-from dejavu.predictor.workspace import Workspace
+from dejavu.predictor.workspace import Workspace, fingerprint
 from dejavu.sparsity.accounting import dense_bytes, input_parts, step_bytes
 from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
 from dejavu.sparsity.losses import Mean, block_mean
@@ -44,7 +44,7 @@ from dejavu.sparsity.policy import Dense, Selector
 
 _CURVE_TOKENS = 2048  # more change a threshold by less than the grid of sparsities
 _MEASURED_TOKENS = 8192  # of held-out text, for each price tried
-_WORK_VERSION = 1  # raised when a change makes the unfinished work of an older version useless
+_WORK_VERSION = "inputs-1"
 
 
 def wants_inputs(model: DecoderLM, options: PrepareOptions) -> bool:
@@ -64,7 +64,7 @@ def prepare_inputs(
     """The plan, saved: levels exact (dense), careful, balanced and fast. An interrupted run goes on
     with the curves and the measurements that it had finished."""
     base = BaseModel.of(loaded, name)
-    work = Workspace(target, _fingerprint(base, windows, options))
+    work = Workspace(target, fingerprint(_WORK_VERSION, base, windows, options))
     with torch.inference_mode(False):
         wide = widened(loaded.model)
         wide = DecoderLM(wide.config, wide.weights)  # tables without a past in inference mode
@@ -103,17 +103,6 @@ def prepare_inputs(
     plan.save(target)
     work.remove()
     return plan
-
-
-def _fingerprint(base: BaseModel, windows: Windows, options: PrepareOptions) -> str:
-    about = {
-        "version": f"inputs-{_WORK_VERSION}",
-        "options": asdict(options),
-        "model": base.identity,
-        "dtype": base.dtype,
-        "text": windows.fingerprint(),
-    }
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 class _Text:

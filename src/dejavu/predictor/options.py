@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from dejavu.config import ModelConfig
 from dejavu.errors import InputError
@@ -15,6 +16,7 @@ EXACT, CAREFUL, BALANCED, FAST = LEVELS = ("exact", "careful", "balanced", "fast
 _MIDDLE_RANK = 213
 _PREDICTOR_SHARE = 0.33  # of the first matrix's size, were it int8
 _SPREAD = (0.75, 1.0, 1.25)
+_OF_LEVELS = ("careful_loss", "fast_loss", "default_level", "measure_cost")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ class PrepareOptions:
         """What the levels that lose anything may lose, ascending."""
         careful = self.max_loss / 2 if self.careful_loss is None else self.careful_loss
         return {CAREFUL: careful, BALANCED: self.max_loss, FAST: self.fast_loss}
+
+    @property
+    def of_work(self) -> dict[str, Any]:
+        """Those that finished layers and curves depend on: not what only levels come from, which
+        are found when all of these are there."""
+        return {name: value for name, value in asdict(self).items() if name not in _OF_LEVELS}
 
     def neuron_ranks(self, config: ModelConfig, distance: float = 0.0) -> tuple[int, ...]:
         """Ranks to try for neurons, ascending; distance: in blocks, that their input is earlier.

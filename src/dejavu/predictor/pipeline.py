@@ -7,8 +7,6 @@ forward runs again for the next ones. Finished layers wait in a work folder besi
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -25,7 +23,7 @@ from dejavu.load import LoadedModel
 from dejavu.predictor.calibration import Windows
 from dejavu.predictor.cost import StepTimes, measured_times
 from dejavu.predictor.layer import Task, learn
-from dejavu.predictor.levels import HeldOut, find_levels
+from dejavu.predictor.levels import HeldOut, Progress, find_levels
 from dejavu.predictor.lookahead import best_distance
 from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan, Source
@@ -36,13 +34,12 @@ from dejavu.predictor.selector import Key
 from dejavu.predictor.survey import Survey, heads_pay, make_survey
 from dejavu.predictor.training import TrainOptions
 from dejavu.predictor.wide import widened
-from dejavu.predictor.workspace import Workspace
+from dejavu.predictor.workspace import Workspace, fingerprint
 from dejavu.predictor.worth import Neurons
 from dejavu.sparsity.policy import Site
 
-Progress = Callable[[str, int, int], None]  # stage, done, in all
 FP16_BYTES = 2
-_WORK_VERSION = 3  # raised when a change makes the unfinished work of an older version useless
+_WORK_VERSION = "predictors-3"
 _MANY_ACTIVE = 0.5  # share of neurons above which a warning says what to expect
 _TRIAL_TOKENS = 8192
 
@@ -66,7 +63,7 @@ class Pipeline:
         self._options, self._progress = options, progress
         self._ops: Ops = TorchOps()
         self._base = BaseModel.of(loaded, name)
-        self._work = Workspace(target, self._fingerprint())
+        self._work = Workspace(target, fingerprint(_WORK_VERSION, self._base, windows, options))
 
     def run(self) -> Plan:
         """The plan, saved."""
@@ -78,16 +75,6 @@ class Pipeline:
         plan.save(self._target)
         self._work.remove()
         return plan
-
-    def _fingerprint(self) -> str:
-        about = {
-            "version": _WORK_VERSION,
-            "options": asdict(self._options),
-            "model": self._base.identity,
-            "dtype": self._base.dtype,
-            "text": self._windows.fingerprint(),
-        }
-        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def _all_keys(self) -> list[Key]:
         """Inputs that a survey and a comparison of look-ahead need."""

@@ -13,8 +13,9 @@ from dejavu.errors import InputError
 from dejavu.load import LoadedModel
 from dejavu.predictor.calibration import Tokenizer, Windows, make_windows
 from dejavu.predictor.input_prepare import prepare_inputs, wants_inputs
+from dejavu.predictor.levels import Progress
 from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.pipeline import FP16_BYTES, Pipeline, Progress
+from dejavu.predictor.pipeline import FP16_BYTES, Pipeline
 from dejavu.predictor.plan import PLAN_FILE, Plan
 from dejavu.predictor.recording import room
 

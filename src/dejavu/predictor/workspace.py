@@ -7,6 +7,7 @@ are written aside and renamed, so whatever is there is whole.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,14 +18,29 @@ import torch
 from torch import Tensor
 
 from dejavu.errors import PlanError
+from dejavu.predictor.calibration import Windows
 from dejavu.predictor.curve import Curve
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.plan import restored, stored
+from dejavu.predictor.options import PrepareOptions
+from dejavu.predictor.plan import BaseModel, restored, stored
 from dejavu.predictor.search import Candidate
 from dejavu.predictor.selector import Key
 from dejavu.weights.files import atomic_write, save_safetensors
 
 STATE_FILE = "state.json"
+
+
+def fingerprint(version: str, base: BaseModel, windows: Windows, options: PrepareOptions) -> str:
+    """What a run is about, as a hash. version: of the work, raised when a change makes the
+    unfinished work of an older one useless."""
+    about = {
+        "version": version,
+        "options": options.of_work,
+        "model": base.identity,
+        "dtype": base.dtype,
+        "text": windows.fingerprint(),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 class Workspace:
