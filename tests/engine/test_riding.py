@@ -65,13 +65,12 @@ def run(model: DecoderLM, selector: PlanSelector, ops: Ops, lazy: bool, steps: i
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("attention_rank", [12, 8], ids=["", "sums"])
 @pytest.mark.parametrize(
     ("distance", "lazy", "steps"), [(0.5, False, 1), (0.5, True, 2), (1.0, True, 1)]
 )
 def test_a_step_is_what_it_is_without(
-    distance: float, lazy: bool, steps: int, attention_rank: int, tiny: Callable[..., Tiny],
-    few_programs: Any, monkeypatch: pytest.MonkeyPatch,
+    distance: float, lazy: bool, steps: int, tiny: Callable[..., Tiny], few_programs: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model = load_model(tiny("opt").path).model
     alone = []
@@ -82,7 +81,6 @@ def test_a_step_is_what_it_is_without(
 
     monkeypatch.setattr(few_programs, "_launch_rider", watched)
     monkeypatch.setattr(few_programs, "fuse", True)
-    monkeypatch.setattr(few_programs, "attention_rank", attention_rank)
     ours, theirs = plan(model, distance), plan(model, distance)
     found = run(model, ours, few_programs, lazy, steps)
     torch.testing.assert_close(

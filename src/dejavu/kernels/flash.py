@@ -152,12 +152,6 @@ class FlashReader:
         return str(self._reader.backend)
 
     @property
-    def buffer_bytes(self) -> int:
-        """Memory of the bounce buffers: an io_uring takes all of it at once where it may, else a
-        buffer's pages are touched when first used."""
-        return int(self._reader.buffer_bytes)
-
-    @property
     def handle(self) -> Any:
         """The C++ reader."""
         return self._reader
@@ -199,10 +193,6 @@ class FlashReader:
                 f"{self.path}: byte {error} does not begin a record that could be read"
             ) from error
         return ticket
-
-    def done(self, ticket: int) -> bool:
-        """Whether `wait(ticket)` would return at once."""
-        return bool(self._reader.done(ticket))
 
     def wait(self, ticket: int) -> None:
         """Return when every record of a ticket lies at its destination; once for each ticket.

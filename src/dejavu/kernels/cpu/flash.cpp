@@ -153,25 +153,14 @@ int64_t FlashReader::submit(const int64_t* offsets, const int64_t* lengths, cons
   return number;
 }
 
-std::shared_ptr<Ticket> FlashReader::find(int64_t ticket) {
-  const auto found = tickets_.find(ticket);
-  if (found == tickets_.end()) throw std::out_of_range(std::to_string(ticket));
-  return found->second;
-}
-
-bool FlashReader::done(int64_t ticket) {
-  while (backend_->reap(nullptr) > 0) {
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return find(ticket)->reads_left == 0;
-}
-
 Outcome FlashReader::wait(int64_t number) {
   const auto start = Clock::now();
   std::shared_ptr<Ticket> ticket;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ticket = find(number);
+    const auto found = tickets_.find(number);
+    if (found == tickets_.end()) throw std::out_of_range(std::to_string(number));
+    ticket = found->second;
   }
   while (true) {
     const int reaped = backend_->reap(ticket->away ? ticket.get() : nullptr);

@@ -113,7 +113,6 @@ class FlashReader {
 
   // Throws std::invalid_argument for a record outside the blocks or larger than a read.
   int64_t submit(const int64_t* offsets, const int64_t* lengths, const uint64_t* to, size_t count);
-  bool done(int64_t ticket);
   Outcome wait(int64_t ticket);  // once for each ticket
   // Do some of what a waiting thread has to, without waiting; whether there was anything to do.
   bool help() { return backend_->reap(nullptr) > 0; }
@@ -124,7 +123,6 @@ class FlashReader {
   void reset_counters();
   bool direct() const { return direct_; }
   const char* backend() const { return backend_->name(); }
-  int64_t buffer_bytes() const { return depth_ * max_read_; }
   int file() const { return file_; }
 
   // For backends.
@@ -144,7 +142,6 @@ class FlashReader {
   using Clock = std::chrono::steady_clock;
   Outcome check(const Extent& extent, const uint8_t* data) const;
   void account();  // before outstanding_ changes
-  std::shared_ptr<Ticket> find(int64_t ticket);
   bool replaced() const;
 
   std::string path_;

@@ -74,7 +74,6 @@ void bind_flash(nb::module_& m) {
              return self.submit((const int64_t*)offsets, (const int64_t*)lengths,
                                 (const uint64_t*)to, count);
            })
-      .def("done", &FlashReader::done)
       .def("wait",
            [](FlashReader& self, int64_t ticket) {
              const nb::gil_scoped_release release;
@@ -90,7 +89,6 @@ void bind_flash(nb::module_& m) {
       .def("reset_counters", &FlashReader::reset_counters)
       .def_prop_ro("direct", &FlashReader::direct)
       .def_prop_ro("backend", &FlashReader::backend)
-      .def_prop_ro("buffer_bytes", &FlashReader::buffer_bytes)
       .def("fileno", &FlashReader::file);
 }
 

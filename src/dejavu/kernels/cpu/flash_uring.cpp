@@ -46,7 +46,7 @@ class Uring : public Backend {
   ~Uring() override {  // the buffers are the kernel's until its last read is back
     uint64_t tag;
     int32_t result;
-    for (int left = away_ - (int)lost_.size(); given_up_.empty() && left > 0 && ring_.wait();)
+    for (int left = away_ - (int)lost_.size(); !given_up_ && left > 0 && ring_.wait();)
       while (ring_.take(&tag, &result)) --left;
   }
 
@@ -90,7 +90,7 @@ class Uring : public Backend {
   // Reads that came back, or that the kernel did not take: nothing of those is here.
   int take(int* slots, int32_t* results) {
     int count = 0;
-    for (uint64_t tag; given_up_.empty() && count < kShare && ring_.take(&tag, &results[count]);
+    for (uint64_t tag; !given_up_ && count < kShare && ring_.take(&tag, &results[count]);
          ++count)
       slots[count] = (int)tag;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -165,12 +165,13 @@ class Uring : public Backend {
   // as the kernel may still write to theirs; the rest keep theirs, at which threads may look now.
   void give_up() {
     const int error = errno ? errno : EIO;
+    if (given_up_) return start(reader_.depth());  // the kernel has been given nothing since
     std::vector<Extent> failed;
     {
       const std::lock_guard<std::mutex> pushing(pushing_);
       const std::lock_guard<std::mutex> lock(mutex_);
       error_ = true;
-      given_up_.push_back(std::move(buffers_));
+      given_up_ = std::move(buffers_);
       new_buffers();
       for (const int slot : lost_) away_from_[slot] = 0;
       for (size_t slot = 0; slot < extents_.size(); ++slot)
@@ -219,7 +220,7 @@ class Uring : public Backend {
   std::vector<Extent> extents_;   // by slot
   std::vector<uint8_t*> buffer_;  // by slot
   std::unique_ptr<Aligned> buffers_;
-  std::vector<std::unique_ptr<Aligned>> given_up_;  // that the kernel may write to
+  std::unique_ptr<Aligned> given_up_;  // that the kernel may write to; guarded by taking_
   Ring ring_;
   std::mutex taking_;   // what came back from the ring
   std::mutex pushing_;  // what goes in, pushed_ and taken_; taken before mutex_

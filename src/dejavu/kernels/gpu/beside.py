@@ -47,12 +47,9 @@ class Rider:
 
 
 class Riding(Launcher):
-    """fuse: whether work ahead rides along where it can; else all of it is a branch. most_rank: of
-    a predictor that does; attention_rank: of one whose second stage attention takes along."""
+    """fuse: whether work ahead rides along where it can; else all of it is a branch."""
 
     fuse = True
-    most_rank = _MOST_RANK
-    attention_rank = _MOST_RANK
 
     def __init__(self, device: str | torch.device, *arguments: Any, **options: Any) -> None:
         """As `Launcher`."""
@@ -84,7 +81,7 @@ class Riding(Launcher):
     def _collect_first(self, x: Tensor, projections: list[Projection]) -> list[Tensor]:
         one = projections[0]
         alone = len(projections) == 1 and one.bias is None and one.selection is None
-        small = one.weight.rows <= self.most_rank and one.weight.scale is not None
+        small = one.weight.rows <= _MOST_RANK and one.weight.scale is not None
         if not alone or len(x) != 1 or not small:
             raise ApartError
         if self._rider is not None:
@@ -130,22 +127,14 @@ class Riding(Launcher):
         }
         return arguments, constants, programs
 
-    def _ride_second(
-        self, most: int, most_rank: int | None = None
-    ) -> tuple[list[Any], dict[str, int], int]:
-        """The same for a launch that may do a selection of up to `most` tiles, and of such a rank
-        (None: any); its programs come in the launch's own way."""
+    def _ride_second(self, most: int) -> tuple[list[Any], dict[str, int], int]:
+        """The same for a launch that may do a selection of up to `most` tiles; its programs come in
+        the launch's own way."""
         rider = self._rider
         tiles = 0
         if rider is not None and rider.out is not None and rider.started and not rider.done:
             tiles = rider.out.indices.shape[0]
-        if (
-            rider is None
-            or rider.out is None
-            or rider.second is None
-            or not 0 < tiles <= most
-            or (most_rank is not None and rider.second.columns > most_rank)
-        ):
+        if rider is None or rider.out is None or rider.second is None or not 0 < tiles <= most:
             return [None] * 7 + [0], {"RANK": 1, "SECOND_TILE": 1, "SECOND_WIDTH": 1}, 0
         rider.done = True
         self._fresh.add(rider.out.counts.data_ptr())

@@ -114,9 +114,7 @@ class HeadOps(Riding):
             self._join()
         y = self._empty(rows, heads, head_dim)
         partial = self._empty(rows * kv_heads, splits, queries, dim + 2) if splits > 1 else None
-        second, constants, tiles = self._ride_second(
-            _EVERYTHING if rows == 1 else 0, self.attention_rank
-        )
+        second, constants, tiles = self._ride_second(_EVERYTHING if rows == 1 else 0)
         self._launch(
             attention_kernel, (rows + -(-tiles // (kv_heads * splits)), kv_heads, splits),
             q, k, v, cache.keys, cache.values, cache.block_table, lengths, y, scale,
