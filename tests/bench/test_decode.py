@@ -232,8 +232,10 @@ def test_progress_counts_the_turns(tiny):
 
 
 def test_prompts_give_way_to_a_short_context(tiny):
-    done = bench_subject(tiny, {}, replace(QUICK, prompt_tokens=500, new_tokens=50))
+    done = bench_subject(tiny, {}, replace(QUICK, prompt_tokens=None, new_tokens=50))
     assert done.conditions.prompt_tokens == 64 - 50 - 3
+    with pytest.raises(InputError, match=r"prompt_tokens 12 and .* context of 64 .* at most .* 11"):
+        bench_subject(tiny, {}, replace(QUICK, prompt_tokens=12, new_tokens=50))
     with pytest.raises(InputError, match="context of 64"):
         bench_subject(tiny, {}, replace(QUICK, new_tokens=61))
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dejavu.cli import main
 from dejavu.embedded import MODEL, PLAN
+
+from .conftest import run
 
 COMMANDS = [
     "demo",
@@ -28,13 +29,6 @@ COMMANDS = [
     "serve",
     "batch",
 ]
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(part) for part in argv])
-    code = stop.value.code
-    return code if isinstance(code, int) else 0 if code is None else 1
 
 
 def run_json(path: Path, *argv: object) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class BenchOptions:
     peers: other programs, as `peers.open_peer` takes them; default: `peers.DEFAULT_PEERS` of the
         device. One that cannot run here is reported.
     threads, isa: of our CPU kernels and the peers; default: all physical cores, the best set.
-    batch: sequences decoded together. prompt_tokens: fewer where the context is short.
+    batch: sequences decoded together. prompt_tokens: default, 128, or what a short context leaves.
     skipped: untimed steps at the start of each turn, while threads wake and caches fill.
     rank, head_rank, look_ahead: of forced predictors, as `forced.force` takes them.
     lazy_kv: forced arms with densities of heads run a second time, with keys and values of unused
@@ -37,7 +37,7 @@ class BenchOptions:
     threads: int | None = None
     isa: str | None = None
     batch: int = 1
-    prompt_tokens: int = 128
+    prompt_tokens: int | None = None
     new_tokens: int = 64
     skipped: int = 4
     repeats: int = 5

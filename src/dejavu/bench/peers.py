@@ -63,6 +63,16 @@ def parse_peer(name: str) -> tuple[str, str | None]:
     return program, dtype or None
 
 
+def check_peers(names: Sequence[str], device: torch.device) -> None:
+    """Raises InputError for an unknown name or dtype, BackendError for a program that is not
+    installed or not compared on this device."""
+    for name in names:
+        try:
+            _check_runs(parse_peer(name)[0], device)
+        except BackendError as error:
+            raise BackendError(f"peers {name}: {error}") from error
+
+
 @contextmanager
 def open_peer(name: str, subject: Subject, *, threads: int | None) -> Iterator[PeerArm]:
     """A peer as `parse_peer` takes it, on the subject's weights and device; without a dtype, in the
@@ -109,12 +119,16 @@ def open_random_peer(
 def _chosen(name: str, ours: str, device: torch.device) -> tuple[str, str]:
     """Program and dtype, beside weights of ours of some dtype."""
     program, dtype = parse_peer(name)
+    _check_runs(program, device)
+    return program, dtype or PEERS[program][ours]
+
+
+def _check_runs(program: str, device: torch.device) -> None:
     module = program.partition("-")[0]
     if find_spec(module) is None:
         raise BackendError(f"{module} is not installed: pip install 'dejavu-llm[peers]'")
     if _ON.get(program, device.type) != device.type:
         raise BackendError(f"{program} is compared on {_ON[program]} only")
-    return program, dtype or PEERS[program][ours]
 
 
 def _info(program: str, label: str, dtype: str, threads: int | None) -> ArmInfo:

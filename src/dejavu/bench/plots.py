@@ -11,8 +11,22 @@ from pathlib import Path
 
 from dejavu.bench.result import BenchResult, Density
 from dejavu.errors import BackendError, InputError
+from dejavu.weights.files import atomic_write
 
 _MARKERS = "osD^vP*"
+
+
+def check_plot(path: Path) -> None:
+    """Raises InputError where the suffix of `path` is no format of a plot, BackendError without
+    matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendError(
+            "matplotlib is not installed: pip install 'dejavu-llm[plots]'"
+        ) from error
+    if path.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        raise InputError(f"plot {path}: give a name that ends in .png, .svg or .pdf")
 
 
 def plot_density(result: BenchResult, path: Path) -> None:
@@ -20,14 +34,12 @@ def plot_density(result: BenchResult, path: Path) -> None:
 
     The sloping line is the time that the bytes read need at the measured bandwidth, its right end
     the dense roofline; neither is drawn for cache-resident models. The suffix of `path` says the
-    format. Raises InputError where no arm has a density, BackendError without matplotlib.
+    format. Raises InputError where no arm has a density, DejavuError where the file cannot be
+    written, and what `check_plot` raises.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendError(
-            "matplotlib is not installed: pip install 'dejavu-llm[plots]'"
-        ) from error
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     own = [(arm, arm.density) for arm in result.arms if arm.density is not None]
     if not own:
         raise InputError("no arm of this result has a density to plot")
@@ -77,7 +89,8 @@ def plot_density(result: BenchResult, path: Path) -> None:
     axes.set_xlim(0, 1.05)
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=150)
+    with atomic_write(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=150)
 
 
 def _kept(name: str, density: Density) -> str:

@@ -9,6 +9,8 @@ from dejavu.config import ModelConfig
 from dejavu.errors import InputError
 from dejavu.weights.checkpoint import Checkpoint
 
+_PROMPT_TOKENS = 128
+
 
 class Script:
     """What the arms read: the same in every arm, other tokens in every repeat.
@@ -24,12 +26,19 @@ class Script:
         """trained: where a trained model and its tokenizer came from; None: random weights."""
         self._options = options
         steps = options.skipped + options.new_tokens
-        self.prompt_tokens = min(options.prompt_tokens, config.context_length - steps - 3)
-        if self.prompt_tokens < 1:
+        room = config.context_length - steps - 3
+        asked = options.prompt_tokens
+        if room < 1:
             raise InputError(
                 f"new_tokens {options.new_tokens} does not fit into the context of "
                 f"{config.context_length} tokens together with a prompt"
             )
+        if asked is not None and asked > room:
+            raise InputError(
+                f"prompt_tokens {asked} and new_tokens {options.new_tokens} do not fit into the "
+                f"context of {config.context_length} tokens together: at most prompt_tokens {room}"
+            )
+        self.prompt_tokens = min(_PROMPT_TOKENS, room) if asked is None else asked
         self.max_model_len = self.prompt_tokens + steps + 3
         batch, repeats, seed = options.batch, options.repeats, options.seed
         vocab_size, length = config.vocab_size, self.prompt_tokens

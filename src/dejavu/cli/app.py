@@ -23,8 +23,10 @@ from dejavu.cli import (
     tune,
     verify,
 )
+from dejavu.cli.group import Group
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dejavu.cli import options
+from dejavu.cli import destination, options
 
 if TYPE_CHECKING:
     from dejavu.bench.forced import Target
@@ -47,7 +47,14 @@ def bench(
         bool, typer.Option("--kernels", help="Time the MLP of one layer alone instead.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch", min=1, max=16, help="Sequences at once.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-tokens",
+            min=1,
+            help="Of every sequence, not timed; default: 128, fewer where the context is short.",
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Timed steps.")] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Turns of every arm.")] = 5,
     rank: Annotated[
@@ -72,7 +79,12 @@ def bench(
     bundle: options.Bundle = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="PNG", help="Plot ms/token against density of bytes."),
+        typer.Option(
+            "--plot",
+            metavar="PNG",
+            callback=destination.file,
+            help="Plot ms/token against density of bytes.",
+        ),
     ] = None,
     json_file: options.Json = None,
 ) -> None:
@@ -95,12 +107,14 @@ def bench(
       dejavu bench --shape opt-66b --device cuda --densities 0.1,0.1/0.5 --peers none
     """
     from dejavu.bench import decode
-    from dejavu.bench.plots import plot_density
+    from dejavu.bench.peers import check_peers
+    from dejavu.bench.plots import check_plot, plot_density
     from dejavu.bench.subject import open_subject
     from dejavu.bench.table import decode_table
     from dejavu.cli.output import console, progress, quiet, write_json
     from dejavu.cli.sources import names
     from dejavu.errors import InputError
+    from dejavu.kernels.device import resolve_device
 
     if (model is None) == (shape is None):
         raise InputError("give a MODEL or a --shape, one of the two")
@@ -109,6 +123,9 @@ def bench(
 
         if memory_limit is None:
             raise InputError("--bundle needs a --memory-limit")
+        options.refuse_without_effect(
+            {"--densities": densities, "--peers": peers, "--plot": plot}, "not with --memory-limit"
+        )
         if shape is not None:
             _check_shape(shape)
             options.refuse_without_effect({"--plan": plan, "--levels": levels}, "not of a shape")
@@ -139,6 +156,10 @@ def bench(
         )
         return
     if kernels:
+        options.refuse_without_effect(
+            {"--plan": plan, "--levels": levels, "--peers": peers, "--plot": plot},
+            "not with --kernels",
+        )
         _kernels(
             shape or str(model), densities, dtype, device, threads, isa, repeats, rank, json_file
         )
@@ -147,7 +168,7 @@ def bench(
 
     asked = decode.BenchOptions(
         densities=_targets(densities),
-        peers=None if peers is None else () if peers == "none" else names(peers),
+        peers=None if peers is None else () if peers == "none" else names("--peers", peers),
         threads=threads,
         isa=isa,
         batch=batch,
@@ -163,6 +184,9 @@ def bench(
         raise InputError("--levels are a plan's, and no --plan is given")
     if shape is not None:
         _check_shape(shape)
+    check_peers(asked.peers or (), resolve_device(device))
+    if plot is not None:
+        check_plot(plot)
     with progress("turns") as update:
         if plan is None:
             result = decode.bench(
@@ -179,13 +203,15 @@ def bench(
             subject = open_subject(shape or str(model), dtype=dtype, device=device)
             loaded = load_plan(plan)
             # The arm `exact` is there in any case, with or without a plan.
-            wanted = names(levels) if levels else [n for n in loaded.levels if n != "exact"]
+            wanted = [n for n in loaded.levels if n != "exact"]
+            if levels is not None:
+                wanted = names("--levels", levels)
             selectors = {f"plan {n}": loaded.selector(subject.loaded, n) for n in wanted}
             result = decode.bench_subject(subject, selectors, asked, progress=update)
     if not quiet(json_file):
         console().print(decode_table(result))
     write_json(result.to_json(), json_file)
-    if plot is not None:  # after the JSON: this needs a package that may be missing
+    if plot is not None:
         plot_density(result, plot)
         console(stderr=True).print(f"wrote {plot}")
 
@@ -197,8 +223,9 @@ def _targets(densities: str | None) -> tuple[Target, ...] | None:
 
     if densities is None:
         return None
+    parts = names("--densities", densities)
     try:
-        return tuple(Target.parse(part) for part in names(densities) if part != "none")
+        return tuple(Target.parse(part) for part in parts if part != "none")
     except InputError as error:
         raise InputError(f"--densities: {error}") from error
 
@@ -237,7 +264,7 @@ def _kernels(
     raw = hf_config(source) if source in SHAPES else open_checkpoint(source).config
     config = architecture(raw.get("model_type")).config_from_hf(raw)
     shape = MLPShape(config.hidden_size, config.intermediate_size, config.gated_mlp)
-    wanted = numbers("--densities", densities or "0.05,0.1,0.2,0.5")
+    wanted = numbers("--densities", "0.05,0.1,0.2,0.5" if densities is None else densities)
     dtype = shape_dtype(dtype, target)
     if target.type == "cuda":
         from dejavu.bench.gpu_kernels import bench_mlp_on_gpu

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dejavu.cli import options
+from dejavu.cli import destination, options
 
 if TYPE_CHECKING:
     from dejavu.eval.compare import Comparison
@@ -66,7 +66,10 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", file_okay=False, help="Suite: keep its state here, and go on from it."
+            "--out",
+            "-o",
+            callback=destination.folder_of_files,
+            help="Suite: keep its state here, and go on from it.",
         ),
     ] = None,
     tasks: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dejavu.cli import options
+from dejavu.cli import destination, options
 
 
 def measure(
@@ -30,7 +30,13 @@ def measure(
         str, typer.Option("--densities", help="Shares of neurons and heads to keep, in turn.")
     ] = "0.8,0.5,0.3,0.2,0.1,0.05",
     plots: Annotated[
-        Path | None, typer.Option("--plots", metavar="FOLDER", help="Write PNG plots here.")
+        Path | None,
+        typer.Option(
+            "--plots",
+            metavar="FOLDER",
+            callback=destination.folder_of_files,
+            help="Write PNG plots here.",
+        ),
     ] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -49,14 +55,19 @@ def measure(
 
       dejavu measure facebook/opt-1.3b --text wiki.txt --densities 0.5,0.2,0.1 --json sparsity.json
     """
+    from importlib.util import find_spec
+
     from dejavu.cli.output import console, progress, quiet, write_json
     from dejavu.cli.sources import load, numbers, text_windows, texts
     from dejavu.embedded import CALIBRATION_TEXT, HELDOUT_TEXT
+    from dejavu.errors import BackendError
     from dejavu.sparsity.measure import measure as run
     from dejavu.sparsity.measure_tables import tables
     from dejavu.sparsity.measurement import MeasureOptions
 
     asked = MeasureOptions(densities=numbers("--densities", densities))
+    if plots is not None and find_spec("matplotlib") is None:
+        raise BackendError("--plots needs matplotlib: pip install 'dejavu-llm[plots]'")
     loaded = load(model, dtype, threads, device, to_read=True)
     tested = text_windows(loaded, texts(text, HELDOUT_TEXT), window, windows)
     other = text_windows(loaded, [other_text or CALIBRATION_TEXT], window, windows)
@@ -65,9 +76,9 @@ def measure(
     if not quiet(json_file):
         for table in tables(found):
             console().print(table)
+    write_json({"model": model, "dtype": loaded.dtype} | found.to_json(), json_file)
     if plots is not None:
         from dejavu.sparsity.measure_plots import save_plots
 
         for path in save_plots(found, plots):
             console(stderr=True).print(f"wrote {path}")
-    write_json({"model": model, "dtype": loaded.dtype} | found.to_json(), json_file)

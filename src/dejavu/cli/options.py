@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dejavu.cli import destination
+
 if TYPE_CHECKING:
     from dejavu.engine.sampling import SamplingParams
 
@@ -83,7 +85,18 @@ Bundle = Annotated[
 ]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=destination.file,
+        help="Write the result as JSON; - prints it.",
+    ),
+]
+OutFolder = Annotated[
+    Path,
+    typer.Option(
+        "--out", "-o", metavar="FOLDER", callback=destination.folder, help="Folder to write."
+    ),
 ]
 Texts = Annotated[
     list[Path] | None,

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+from dejavu.errors import DejavuError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dejavu.errors import DejavuError
+_UNCUT = 10_000  # columns; no table of ours needs them
+_EVERY = 10.0  # seconds between two lines of progress
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -21,11 +25,14 @@ def console(*, stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     # Piped output has no width of its own; the 80 columns rich assumes would cut the tables.
-    return Console(stderr=stderr, width=None if stream.isatty() else 120)
+    return Console(stderr=stderr, width=None if stream.isatty() else _UNCUT)
 
 
-def fail(error: DejavuError) -> int:
+def fail(error: Exception) -> int:
     """Print an error for people and return the exit code."""
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if error.filename is None else f"{error.filename}: "
+        error = DejavuError(f"{where}{error.strerror}")
     print(f"error: {error}", file=sys.stderr)
     return 1
 
@@ -36,17 +43,29 @@ def quiet(json_file: Path | None) -> bool:
 
 
 def write_json(result: dict[str, Any], path: Path | None) -> None:
-    """Write a result to a file, whole or not at all; `-` is standard output."""
+    """Write a result to a file, whole or not at all; `-` is standard output.
+
+    Raises DejavuError naming a file that cannot be written.
+    """
     if path is None:
         return
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
     if quiet(path):
         sys.stdout.write(text)
         return
+    from dejavu.cli.destination import is_device
     from dejavu.weights.files import atomic_write
 
-    with atomic_write(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    try:
+        if is_device(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        with atomic_write(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DejavuError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -71,8 +90,11 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 def progress(description: str) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr; yields `update(done, total, description)`.
 
-    Silent where stderr is no terminal.
+    Where stderr is no terminal, a line now and then of what takes long.
     """
+    if not sys.stderr.isatty():
+        yield _lines(description)
+        return
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -90,7 +112,6 @@ def progress(description: str) -> Iterator[Callable[..., None]]:
         TimeRemainingColumn(),
         console=console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
     )
     with bar:
         task = bar.add_task(description, total=None)
@@ -99,3 +120,15 @@ def progress(description: str) -> Iterator[Callable[..., None]]:
             bar.update(task, completed=done, total=total, description=stage)
 
         yield update
+
+
+def _lines(description: str) -> Callable[..., None]:
+    last = monotonic()
+
+    def update(done: int, total: int, stage: str = description) -> None:
+        nonlocal last
+        if monotonic() - last >= _EVERY:
+            last = monotonic()
+            print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return update

@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
-from dejavu.cli import options
+from dejavu.cli import destination, options
 
 
 def pack(
     model: options.Model,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FILE", callback=destination.file, help="File to write."
+        ),
+    ],
     plan: options.Plan = None,
     dtype: Annotated[
         str,

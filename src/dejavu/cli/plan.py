@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dejavu.cli import options
+from dejavu.cli.group import Group
 from dejavu.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 
     from dejavu.predictor.plan import Plan
 
-app = typer.Typer(no_args_is_help=True, help="Look at sparsity plans, push and pull them.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    help="Look at sparsity plans, make levels of them, push and pull them.\n\n"
+    "Examples:\n\n"
+    "  dejavu plan show relu-30m\n\n"
+    "  dejavu plan level relu-30m relu-30m --name mine --max-loss 2% --out my-plan",
+)
 
 _PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="Folder, Hub id, or relu-30m (embedded).")
@@ -68,7 +76,7 @@ def level(
         str, typer.Option("--name", help="Of the level; an existing one is made anew.")
     ],
     max_loss: Annotated[str, typer.Option("--max-loss", help="Perplexity that it may cost.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN", help="Folder to write.")],
+    out: options.OutFolder,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -191,7 +199,7 @@ def push(
 @app.command()
 def pull(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to write.")],
+    out: options.OutFolder,
 ) -> None:
     """Download a plan from the Hugging Face Hub into a folder.
 

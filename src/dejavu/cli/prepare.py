@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from dejavu.cli import options
 
 def prepare(
     model: options.Model,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN", help="Folder to write.")],
+    out: options.OutFolder,
     text: options.Texts = None,
     max_loss: Annotated[
         str | None,
@@ -61,17 +60,24 @@ def prepare(
     from dejavu.bench.level_speed import timed
     from dejavu.cli.output import console, quiet, stages, write_json
     from dejavu.cli.plan import levels_table
-    from dejavu.cli.sources import load, numbers, share, texts
+    from dejavu.cli.sources import load, share, texts, whole_numbers
     from dejavu.embedded import CALIBRATION_TEXT, HELDOUT_TEXT
+    from dejavu.errors import InputError
     from dejavu.predictor.options import BALANCED, CAREFUL, PrepareOptions
     from dejavu.predictor.prepare import prepare as run
     from dejavu.weights.tokenizer import load_tokenizer
 
+    balanced = "1%" if max_loss is None else max_loss
+    if share("--fast-loss", fast_loss) < share("--max-loss", balanced):
+        raise InputError(
+            f"--fast-loss {fast_loss} is below --max-loss {balanced}: the level fast may lose more "
+            "than balanced; give a larger --fast-loss"
+        )
     asked = PrepareOptions(
-        max_loss=share("--max-loss", "1%" if max_loss is None else max_loss),
+        max_loss=share("--max-loss", balanced),
         default_level=CAREFUL if max_loss is None else BALANCED,
         fast_loss=share("--fast-loss", fast_loss),
-        ranks=None if ranks is None else tuple(int(r) for r in numbers("--ranks", ranks)),
+        ranks=None if ranks is None else whole_numbers("--ranks", ranks),
         heads=heads,
         kind=predictor,
         seed=seed,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from dejavu.cli import options
 
 
 def quantize(
     model: options.Model,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder to write.")],
+    out: options.OutFolder,
     json_file: options.Json = None,
 ) -> None:
     """Store a model's matrices as int8 with one scale a row; a quarter of fp32, half of bf16.

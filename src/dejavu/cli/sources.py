@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,20 +96,35 @@ def texts(paths: list[Path] | None, default: Path) -> list[Path]:
 
 
 def numbers(option: str, value: str) -> tuple[float, ...]:
-    """`0.5,0.2` as numbers. Raises InputError naming the option."""
+    """`0.5,0.2` as numbers, one at least. Raises InputError naming the option."""
+    parts = names(option, value)
     try:
-        return tuple(float(part) for part in value.split(",") if part.strip())
+        return tuple(map(float, parts))
     except ValueError as error:
         raise InputError(f"{option}: {value!r} is not a list of numbers like 0.5,0.2") from error
 
 
+def whole_numbers(option: str, value: str) -> tuple[int, ...]:
+    """`8,16` as numbers from 1 on. Raises InputError naming the option."""
+    parts = names(option, value)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"{option}: {value!r} is not a list of whole numbers like 8,16")
+    return tuple(map(int, parts))
+
+
 def share(option: str, value: str) -> float:
-    """`1%` or `0.01` as 0.01. Raises InputError naming the option."""
+    """`1%` or `0.01` as 0.01, always above 0. Raises InputError naming the option."""
     text = value.strip()
+    in_hundred = text.endswith("%")
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        found = float(text.removesuffix("%")) / (100 if in_hundred else 1)
     except ValueError as error:
         raise InputError(f"{option}: {value!r} is not a share like 1% or 0.01") from error
+    if not 0 < found < math.inf:
+        raise InputError(f"{option}: {value!r} is not above 0; give a share like 1% or 0.01")
+    if found > 1 and not in_hundred:  # 200 for 2 %, as likely as for 20000 %
+        raise InputError(f"{option}: {value!r} is {found:.0%}; give a share like 1% or 0.01")
+    return found
 
 
 def text_windows(
@@ -136,6 +152,9 @@ def text_windows(
     return found
 
 
-def names(value: str) -> list[str]:
-    """`a,b` as its parts."""
-    return [part.strip() for part in value.split(",") if part.strip()]
+def names(option: str, value: str) -> list[str]:
+    """`a,b` as its parts, one at least. Raises InputError naming the option."""
+    found = [part.strip() for part in value.split(",") if part.strip()]
+    if not found:
+        raise InputError(f"{option}: {value!r} names nothing; leave the option out")
+    return found

@@ -48,7 +48,7 @@ def run_suite(
         raise InputError("--suite compares with a dense model: give --plan or --policy")
     options = SuiteOptions(
         data,
-        tuple(names(tasks)) if tasks is not None else SUITES[suite],
+        tuple(names("--tasks", tasks)) if tasks is not None else SUITES[suite],
         shots=shots,
         limit=limit,
         seed=seed,

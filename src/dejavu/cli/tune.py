@@ -50,19 +50,24 @@ def tune(
 
     from dejavu.bench.forced import gpu_rank
     from dejavu.cli.output import console, progress, quiet, write_json
-    from dejavu.cli.sources import model_shape, numbers
-    from dejavu.errors import InputError
+    from dejavu.cli.sources import model_shape, whole_numbers
+    from dejavu.errors import BackendError, InputError
     from dejavu.kernels.device import resolve_device
     from dejavu.kernels.matrix import WEIGHT_DTYPES
 
     config = model_shape(model, shape)
+    if device == "cpu":
+        raise InputError("--device cpu: only a GPU's kernels are tuned; on a CPU nothing is to do")
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "PyTorch finds no GPU here, and only a GPU's kernels are tuned: on a CPU there is "
+            "nothing to do"
+        )
     target = resolve_device(device)
-    if target.type != "cuda":
-        raise InputError("--device cpu: its kernels have nothing to tune; use --device cuda")
     if dtype not in ("fp16", "bf16", "fp32"):
         raise InputError(f"--dtype {dtype}: GPU kernels take fp16, bf16 or fp32")
-    rows = [int(n) for n in numbers("--batches", batches)]
-    if not rows or not all(1 <= n <= 16 for n in rows):
+    rows = whole_numbers("--batches", batches)
+    if max(rows) > 16:
         raise InputError(f"--batches {batches}: numbers from 1 to 16 are needed")
 
     from dejavu.kernels.gpu.costs import BUCKETS, MLPCost, Platform, costs_path, write_costs
