@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,27 @@ def test_bad_input_is_refused_before_any_work(
     assert model.prefills == []
     assert llm.engine.waiting == 0
     assert llm.generate("x").text == "alpha"
+
+
+@pytest.mark.parametrize("wrong", [5, None, b"x", {"x": 1}, [5], [None], [b"x"], [["x"]]])
+def test_prompts_of_another_kind_are_refused(greek: LLM, wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"prompts must be a text|a prompt is a text"):
+        greek.generate(wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, None, b"x", ["x"]])
+def test_one_prompt_of_another_kind_is_refused(greek: LLM, wrong: Any) -> None:
+    with pytest.raises(InputError, match="a prompt is a text"):
+        greek.stream(wrong)
+    with pytest.raises(InputError, match="params must be SamplingParams"):
+        greek.stream("x", 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"model": 5}, {"plan": 5}, {"model": None}, {"bundle": 5}])
+def test_what_is_no_name_of_a_model_or_plan_is_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(InputError, match=f"^{name} must be a "):
+        LLM(**{"model": "relu-30m"} | wrong)
 
 
 def test_stream_refuses_bad_input_at_once(greek: LLM) -> None:

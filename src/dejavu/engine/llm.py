@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import index
 from threading import RLock
 from typing import Literal, overload
@@ -70,6 +71,14 @@ class LLM:
         Raises CheckpointError, ConfigError or PlanError for files that cannot be used, InputError
         for a bad option, BackendError for a device that does not exist or missing kernels.
         """
+        if not isinstance(model, str | os.PathLike | LoadedModel):
+            raise InputError(
+                "model must be a folder, a file, a Hub id or what load_model returned, not "
+                f"{model!r}"
+            )
+        for name, path in (("plan", plan), ("bundle", bundle)):
+            if path is not None and not isinstance(path, str | os.PathLike):
+                raise InputError(f"{name} must be a path or a Hub id, not {path!r}")
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
         if plan is None and level is not None:
@@ -163,6 +172,10 @@ class LLM:
         """
         if isinstance(prompts, str):
             return self._run([prompts], params)[0]
+        if not isinstance(prompts, Collection) or isinstance(prompts, bytes | Mapping):
+            raise InputError(
+                f"prompts must be a text, or a list of texts or of lists of ids, not {prompts!r}"
+            )
         return self._run(prompts, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -171,7 +184,7 @@ class LLM:
         Stop iterating, or interrupt it, at any time: the engine drops the request.
         Raises InputError at once if the prompt or params cannot be used.
         """
-        ids, params = self._prompt_ids(prompt), params or SamplingParams()
+        ids, (params,) = self._prompt_ids(prompt), _spread(params, 1)
         self.engine.check(ids, params)
         return self._chunks(ids, params)
 
@@ -277,12 +290,10 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        try:
-            return [index(i) for i in prompt] or self.codec.start()
-        except TypeError as error:
-            raise InputError(
-                f"a prompt is a text or a list of token ids, not {prompt!r}"
-            ) from error
+        if not isinstance(prompt, bytes):
+            with suppress(TypeError):
+                return [index(i) for i in prompt] or self.codec.start()
+        raise InputError(f"a prompt is a text or a list of token ids, not {prompt!r}")
 
 
 def _spread(
