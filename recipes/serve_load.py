@@ -3,9 +3,9 @@
 Starts `dejavu serve relu-30m --plan relu-30m` in its own process and asks it over HTTP:
 
 - one stream alone against `LLM.stream` in this process, in turns: ms a token;
-- the same requests one at a time and over 32 connections: tokens/s, dense and with the plan. A
-  third of the latter leave midway; their tokens count for neither side, and every other answer
-  must be the one that its request got alone;
+- the same requests one at a time and over 32 connections (`--connections`: over other numbers too):
+  tokens/s, dense and with the plan. A third of the latter leave midway; their tokens count for
+  neither side, and on a CPU every other answer must be the one that its request got alone;
 - a stream beside which prompts of nearly the whole context arrive: its longest gap;
 - memory before and after.
 """
@@ -22,13 +22,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, cast
 
 import httpx
+import torch
 import uvloop
 
 from dejavu import LLM, SamplingParams, __version__
@@ -167,39 +168,45 @@ async def over_connections(
     return time.perf_counter() - began, [one for one in found if one is not None]
 
 
-def throughput(url: str, sparsity: str, count: int) -> dict[str, Any]:
-    """One at a time and together, of the same requests."""
+def throughput(url: str, sparsity: str, count: int, connections: list[int]) -> dict[str, Any]:
+    """Of the same requests one at a time, then over each number of connections."""
     wanted = asks(count, sparsity)
     alone_seconds, alone = uvloop.run(over_connections(url, wanted, 1, leave=True))
-    seconds, together = uvloop.run(over_connections(url, wanted, CONNECTIONS, leave=True))
-    wrong = sum(a.text != b.text for a, b in zip(alone, together, strict=True))
-    tokens = sum(len(a.times) for a in together)
     one_by_one = sum(len(a.times) for a in alone)
-    if tokens != one_by_one:
-        raise SystemExit(
-            f"{sparsity}: {tokens} tokens came together and {one_by_one} one at a time, of the "
-            "same requests; answers were lost or cut, so nothing is measured"
-        )
-    first = sorted(a.times[0] - a.began for a in together)
-    return {
+    found: dict[str, Any] = {
         "requests": count,
-        "left_midway": sum(not a.complete for a in together),
-        "wrong": wrong,
-        "tokens": tokens,
-        "one_at_a_time_tokens_per_second": tokens / alone_seconds,
-        "together_tokens_per_second": tokens / seconds,
-        "ratio": alone_seconds / seconds,
-        "first_token_seconds_together": {
-            "median": median(first),
-            "p95": quantiles(first, n=20)[-1],
-        },
+        "left_midway": sum(not a.complete for a in alone),
+        "tokens": one_by_one,
+        "one_at_a_time_tokens_per_second": one_by_one / alone_seconds,
+        "one_at_a_time_first_token_seconds": _first_tokens(alone),
+        "over": {},
     }
+    for number in connections:
+        seconds, together = uvloop.run(over_connections(url, wanted, number, leave=True))
+        tokens = sum(len(a.times) for a in together)
+        if tokens != one_by_one:
+            raise SystemExit(
+                f"{sparsity}: {tokens} tokens came over {number} connections and {one_by_one} one "
+                "at a time, of the same requests; answers were lost or cut, so nothing is measured"
+            )
+        found["over"][number] = {
+            "wrong": sum(a.text != b.text for a, b in zip(alone, together, strict=True)),
+            "tokens_per_second": tokens / seconds,
+            "ratio": alone_seconds / seconds,
+            "first_token_seconds": _first_tokens(together),
+        }
+    return found
 
 
-def against_llm(url: str, sparsity: str, repeats: int) -> dict[str, float]:
+def _first_tokens(answers: list[Answer]) -> dict[str, float]:
+    first = sorted(one.times[0] - one.began for one in answers)
+    return {"median": median(first), "p95": quantiles(first, n=20)[-1]}
+
+
+def against_llm(url: str, sparsity: str, repeats: int, device: str, dtype: str) -> dict[str, float]:
     """Median ms a token of a stream alone, over HTTP and by `LLM.stream`, in turns."""
     ask = Ask("It was a dark night, and the old house", 128, sparsity)
-    loaded = load_model(NAME)
+    loaded = load_model(NAME, device=device, dtype=dtype)
     llm = LLM(loaded) if sparsity == "dense" else LLM(loaded, NAME, level=sparsity)
     params = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True)
 
@@ -280,15 +287,20 @@ def resident(process: int) -> int:
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, int]]:
+def server(device: str, dtype: str) -> Iterator[tuple[str, int]]:
     """(address, process id) of a running server."""
     command = [sys.executable, "-m", "dejavu", "serve", NAME, "--plan", NAME, "--port", "0"]
+    command += ["--device", device, "--dtype", dtype]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        url = next(
-            entry["url"] for line in process.stderr if (entry := json.loads(line)).get("url")
-        )
+        url = ""
+        for line in process.stderr:
+            if line.startswith("{") and (url := json.loads(line).get("url", "")):
+                break
+            sys.stderr.write(line)  # a warning, or why it does not start
+        if not url:
+            raise SystemExit("the server did not start")
         # Nobody reads its log: a full pipe would stop it.
         subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         yield url, process.pid
@@ -297,25 +309,48 @@ def server() -> Iterator[tuple[str, int]]:
         process.wait(60)
 
 
+def warm(url: str, connections: list[int]) -> dict[str, float]:
+    """Seconds of one answer of each arm, the first ones of all; then steps of every number of rows,
+    which on a GPU are compiled and captured when they are first needed."""
+    cold = {}
+    for sparsity in ARMS:
+        one = asks(1, sparsity, 98)
+        cold[sparsity], _ = uvloop.run(over_connections(url, one, 1, leave=True))
+        for number in sorted({1, 2, 4, 8, 16, *connections}):
+            some = [replace(ask, leaves_after=None) for ask in asks(2 * number, sparsity, 99)]
+            uvloop.run(over_connections(url, some, number, leave=True))
+    return cold
+
+
 def main() -> None:
     """Measure and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument("--connections", default=str(CONNECTIONS), metavar="N,N,...")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with server() as (url, process):
-        uvloop.run(over_connections(url, asks(32, ARMS[1], 99), CONNECTIONS, leave=True))
+    connections = [int(number) for number in options.connections.split(",")]
+    device, dtype = options.device, options.dtype
+    with server(device, dtype) as (url, process):
+        cold = warm(url, connections)
         before = resident(process)
-        result: dict[str, Any] = {"version": __version__, "machine": asdict(this_machine())}
+        result: dict[str, Any] = {
+            "version": __version__,
+            "machine": asdict(this_machine(torch.device(device))),
+            "dtype": dtype,
+            "seconds_of_the_very_first_answers": cold,
+        }
         if options.soak:
             result["soak"] = soak(url, process, options.soak)
         else:
             for sparsity in ARMS:
                 result[sparsity] = {
-                    "throughput": throughput(url, sparsity, options.requests),
-                    "single": against_llm(url, sparsity, options.repeats),
+                    "throughput": throughput(url, sparsity, options.requests, connections),
+                    "single": against_llm(url, sparsity, options.repeats, device, dtype),
                     "beside_long_prompts": beside_prompts(url, sparsity),
                 }
         result["memory"] = {"before_bytes": before, "after_bytes": resident(process)}

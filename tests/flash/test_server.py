@@ -48,5 +48,5 @@ def test_a_limit_is_of_one_model_and_a_bundle_needs_one():
     one, other = ({"name": name, "source": "relu-30m"} for name in "ab")
     with pytest.raises(ValidationError, match="one model"):
         Settings(models=[one, other], memory_limit="1GB")
-    with pytest.raises(ValidationError, match="goes with a memory_limit"):
+    with pytest.raises(ValidationError, match="goes with --memory-limit"):
         Settings(models=[one | {"bundle": "f"}])

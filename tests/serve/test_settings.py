@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dejavu.cli import main
+from dejavu.embedded import NAME
 from dejavu.errors import InputError
 from dejavu.serve import run
 from dejavu.serve.logs import log_to_stderr
@@ -63,6 +64,32 @@ def test_flags_win_over_environment_over_file(
     assert "secret" not in repr(found)
 
 
+def test_a_gpu_by_flag_environment_and_file(
+    asked: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('device = "cuda:1"\nlazy_kv = true\nwhole_layers = false\n')
+    model = ("a", "--plan", "p", "--dtype", "fp16")
+    assert not serve(*model, "--config", file)
+    assert not serve(*model, "--device", "cuda", "--lazy-kv", "--no-whole-layers")
+    monkeypatch.setenv("DEJAVU_DEVICE", "cuda:0")
+    monkeypatch.setenv("DEJAVU_LAZY_KV", "1")
+    assert not serve(*model)
+    assert [(s.device, s.lazy_kv, s.whole_layers) for s in asked] == [
+        ("cuda:1", True, False),
+        ("cuda", True, False),
+        ("cuda:0", True, True),
+    ]
+
+
+def test_a_gpu_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert serve(NAME, "--device", "cuda", "--port", 0) == 1
+    assert "--device cuda cannot be used" in capsys.readouterr().err
+
+
 def test_models_by_name(asked: list[Settings]) -> None:
     also = ("--also", "b=org/b", "--also", "c=org/a,org/plan")
     assert not serve("org/a", "--name", "a", "--plan", "p", *also, "--dtype", "int8")
@@ -77,15 +104,22 @@ def test_models_by_name(asked: list[Settings]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "models"),
+        ((), "no model: give MODEL"),
         (("a", "--also", "a=b"), "same name"),
         (("a", "--also", "b"), "NAME=MODEL"),
-        (("a", "--max-batch", 0), "max_batch"),
-        (("a", "--port", 70000), "port"),
-        (("a", "--cache-memory", 0), "cache_memory"),
-        (("--config", "nowhere.toml"), "nowhere.toml"),
-        (("a", "--replicas", 2), "go with ray"),
-        (("a", "--ray", "--replicas", 3, "--max-replicas", 2), "below replicas 3"),
+        (("a", "--max-batch", 0), "--max-batch: "),
+        (("a", "--port", 70000), "--port: "),
+        (("a", "--cache-memory", 0), "--cache-memory: "),
+        (("--config", "nowhere.toml"), "cannot read nowhere.toml: No such file"),
+        (("a", "--replicas", 2), "--max-replicas, --target-ongoing go with --ray"),
+        (("a", "--ray", "--replicas", 3, "--max-replicas", 2), "below --replicas 3"),
+        (("a", "--device", "gpu"), "--device: 'gpu' is unknown; what exists is cpu"),
+        (("a", "--dtype", "fp16"), "fp16 weights need --device cuda"),
+        (("a", "--dtype", "int8", "--device", "cuda"), "int8 weights do not run on cuda"),
+        (("a", "--plan", "p", "--lazy-kv"), "give --device cuda too"),
+        (("a", "--lazy-kv", "--device", "cuda"), "goes with a plan"),
+        (("a", "--memory-limit", "1GB", "--device", "cuda"), "is for the CPU"),
+        (("a", "--device", "cuda:1", "--ray"), "a GPU of its own"),
     ],
 )
 def test_wrong_settings_are_named(

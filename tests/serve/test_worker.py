@@ -17,7 +17,7 @@ from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import DENSE, ServedModel
 from dejavu.serve.worker import Event, Job, Worker
 from dejavu.sparsity.policy import Dense
-from engine.stub import ScriptedLM, scripted
+from engine.stub import ScriptedLM, loaded, scripted
 
 
 class Letters:
@@ -31,7 +31,8 @@ class Letters:
 
 def serve(script: Any, **options: Any) -> tuple[ServedModel, ScriptedLM]:
     engine, model = scripted(script, arms={DENSE: Dense()}, **options)
-    return ServedModel("stub", cast(Any, None), cast(Any, Letters()), engine, DENSE, None), model
+    served = ServedModel("stub", loaded(model), cast(Any, Letters()), engine, DENSE, None)
+    return served, model
 
 
 def jobs(served: ServedModel, prompts: Sequence[int], tokens: int = 4) -> list[Job]:

@@ -105,6 +105,23 @@ def serve(
     log_level: Annotated[
         str, typer.Option("--log-level", help="debug, info, warning or error.")
     ] = "info",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            envvar="DEJAVU_DEVICE",
+            help="Where the models are and compute: cpu, cuda or cuda:N.",
+        ),
+    ] = "cpu",
+    lazy_kv: Annotated[
+        bool,
+        typer.Option(
+            "--lazy-kv",
+            envvar="DEJAVU_LAZY_KV",
+            help="GPU: keys and values of unused heads are computed when the head is next used.",
+        ),
+    ] = False,
+    whole_layers: options.WholeLayers = True,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
     memory_limit: options.MemoryLimit = None,
@@ -116,20 +133,30 @@ def serve(
             metavar="FILE.toml",
             is_eager=True,
             callback=_config,
-            help="Any of these as keys (max_batch = 8), and \\[\\[models]] with name, source, "
-            "plan, level, dtype.",
+            help="Any of these as keys, and \\[\\[models]] with name, source, plan, level, dtype, "
+            "bundle; see above.",
         ),
     ] = None,
 ) -> None:
     """Serve models to OpenAI's clients, with a page at / that shows what is active.
 
-    Flags win over DEJAVU_* variables, those over the file of --config.
+    Flags win over DEJAVU_* variables, those over the file of --config, for example:
+
+      max_batch = 8
+      device = "cuda"
+
+      \\[\\[models]]
+      name = "sparse"
+      source = "facebook/opt-1.3b"
+      plan = "org/opt-1.3b-plan"
 
     Examples:
 
       dejavu serve relu-30m --plan relu-30m
 
       dejavu serve facebook/opt-1.3b --also sparse=facebook/opt-1.3b,org/opt-1.3b-plan --port 9000
+
+      dejavu serve facebook/opt-1.3b --plan org/opt-1.3b-plan --device cuda
 
       dejavu serve relu-30m --plan relu-30m --ray --replicas 2 --max-replicas 8
     """
@@ -169,6 +196,9 @@ def serve(
             "prefill_chunk": prefill_chunk,
             "memory_limit": memory_limit,
             "grace": grace,
+            "device": device,
+            "lazy_kv": lazy_kv,
+            "whole_layers": whole_layers,
             "ray": ray,
             "replicas": replicas,
             "max_replicas": max_replicas,

@@ -85,9 +85,9 @@ def level_name(plan: str | None, level: str | None) -> str | None:
     """What `--level` stands for: itself, else the plan's default; None without a plan."""
     if plan is None or level is not None:
         return level
-    from dejavu.predictor.plan import load_plan
+    from dejavu.predictor.plan import default_level
 
-    return load_plan(plan).default_level
+    return default_level(plan)
 
 
 def texts(paths: list[Path] | None, default: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dejavu.engine.decode_step import DecodeStep
 from dejavu.engine.graph_step import GraphStep
-from dejavu.engine.sampling import Sampler
+from dejavu.engine.sampling import Picked, Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.whole_layers import WholeLayers
 from dejavu.errors import BackendError, InputError
@@ -35,9 +35,8 @@ class Step(Protocol):
         on the model's device, where they may still be on their way. Good until the next call."""
         ...
 
-    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
-        """The next id of each row of the latest `run`, once; None where its logits are not finite
-        or it has no sampler."""
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[Picked]:
+        """The next id of each row of the latest `run`, once; None also where it has no sampler."""
         ...
 
     def row(self, row: int) -> NDArray[np.float32]:

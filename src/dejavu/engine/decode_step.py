@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dejavu.engine.sampling import Sampler, pick
+from dejavu.engine.sampling import Picked, Sampler, pick
 from dejavu.engine.scheduler import Request
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import Batch, DecoderLM
@@ -98,9 +98,8 @@ class DecodeStep:
         self._logits = self._run(rows)
         return self._logits
 
-    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
-        """The next id of each row of the latest `run`; None where its logits are not finite or it
-        has no sampler."""
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[Picked]:
+        """The next id of each row of the latest `run`; None also where it has no sampler."""
         rows = zip(samplers, self._host_rows(), strict=True)
         return [None if sampler is None else pick(sampler, row) for sampler, row in rows]
 

@@ -16,7 +16,7 @@ from dejavu.engine.logprobs import logprob_of, prompt_logprobs
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.prompt_pass import PromptPass
 from dejavu.engine.prompt_step import Piece, PromptStep
-from dejavu.engine.sampling import Sampler, pick
+from dejavu.engine.sampling import Picked, Sampler, pick
 from dejavu.engine.scheduler import FinishReason, Request, Scheduler
 from dejavu.errors import DejavuError, InputError
 from dejavu.kernels.native import MAX_ROWS, NativeOps
@@ -33,6 +33,7 @@ PREFILL_CHUNK = 128  # tokens; of relu-30m on 2 cores 0.1 s, where one token tak
 GPU_PREFILL_CHUNK = 2048  # tokens: products this long are bound by arithmetic, not by weights
 _LEAST_PIECE = 32  # tokens that a shorter piece costs as much time as
 DEFAULT_ARM = "default"
+_NO_PROMPT, _NO_TOKEN = "the prompt could not be computed", "the next token could not be computed"
 
 
 class Engine:
@@ -258,27 +259,27 @@ class Engine:
     def step(self) -> list[Request]:
         """Compute the next pieces of prompts, then one decode step of all running answers.
 
-        Returns the requests that got tokens or ended. One whose logits are not finite, or whose
-        prompt cannot be computed, ends with an `error`; the others go on.
+        Returns the requests that got tokens or ended. One whose logits are not finite, whose prompt
+        cannot be computed or whose sampling fails ends with an `error`, and where a decode step
+        fails, all of its rows do; the others go on.
         """
         if not self.running:
             for meter in self._meters.values():
                 meter.reset()
             self.steps = dict.fromkeys(self.steps, 0)
         self._scheduler.admit()
-        touched: dict[Request, None] = {}
-        for request in self._next_prompts():
-            if request.token_ids or request.done:
-                touched[request] = None
+        read = self._next_prompts()
+        touched = {request: None for request in read if request.token_ids or request.done}
         for arm, step in self._steps.items():
             rows = [r for r in self._scheduler.rows if r.arm == arm]
             if not rows:
                 continue
             started = perf_counter()
-            step.run(rows)
-            self.steps[arm] += 1
-            self._watch(rows, step)
-            self._accept(rows, step)
+            with self._ending(rows, _NO_TOKEN):
+                step.run(rows)
+                self.steps[arm] += 1
+                self._watch(rows, step)
+                self._accept(rows, step)
             seconds = perf_counter() - started
             for request in rows:
                 request.decode_seconds += seconds
@@ -303,24 +304,24 @@ class Engine:
         """Compute some pieces together; where it fails, their requests end with an error."""
         started = perf_counter()
         reader = self._alone if self._prompts is None else self._prompts
-        with self._ending(pieces):
+        with self._ending([piece.request for piece in pieces], _NO_PROMPT):
             for piece, logits in zip(pieces, reader.run(pieces), strict=True):
-                with self._ending([piece]):  # one prompt's fault is not another's
+                with self._ending([piece.request], _NO_PROMPT):  # one's fault is not another's
                     self._advance(piece, logits)
         seconds = perf_counter() - started
         for piece in pieces:
             piece.request.prefill_seconds += seconds
 
     @contextmanager
-    def _ending(self, pieces: list[Piece]) -> Iterator[None]:
-        """What fails within ends the requests of the pieces."""
+    def _ending(self, requests: Sequence[Request], what: str) -> Iterator[None]:
+        """What fails within ends these requests."""
         try:
             yield
         except Exception as error:
-            failed = DejavuError(f"the prompt could not be computed: {error}")
+            failed = DejavuError(f"{what}: {error}")
             failed.__cause__ = error
-            for piece in pieces:
-                self._finish(piece.request, error=failed)
+            for request in requests:
+                self._finish(request, error=failed)
 
     def _advance(self, piece: Piece, logits: NDArray[np.float32]) -> None:
         """A prompt's next tokens are in the cache, and these are their logits; after the last one
@@ -355,13 +356,17 @@ class Engine:
         active = [self._active.get(request) for request in requests]
         tokens = step.pick([None if entry is None else entry[1] for entry in active])
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if not request.done:  # aborted while the step ran: a dropped stream, now garbage
+            if request.done:  # aborted while the step ran: a dropped stream, now garbage
+                continue
+            with self._ending([request], _NO_TOKEN):  # one row's fault is not another's
                 self._take(request, token, partial(step.row, row))
 
     def _take(
-        self, request: Request, token: int | None, logits: Callable[[], NDArray[np.float32]]
+        self, request: Request, token: Picked, logits: Callable[[], NDArray[np.float32]]
     ) -> None:
-        """A request's next token, None where its logits are not finite, and how to get those."""
+        """A request's next token, and how to get the logits it was picked from."""
+        if isinstance(token, Exception):
+            raise token
         if token is None:
             self._finish(request, error=_not_finite(request))
             return

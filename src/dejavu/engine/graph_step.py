@@ -21,7 +21,7 @@ from torch import Tensor
 from dejavu.engine.device_sampling import draw_rows
 from dejavu.engine.lazy_rows import KeyValues, LazyRows
 from dejavu.engine.next_step import PICKED, Begun, following, may_follow
-from dejavu.engine.sampling import Sampler
+from dejavu.engine.sampling import Picked, Sampler, pick
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
 from dejavu.engine.whole_layers import Layers, WholeLayers
@@ -194,6 +194,8 @@ class GraphStep:
             assert begun is not None
         self._running = begun
         rows = len(requests)
+        if isinstance(self._selector, PlanSelector):  # the step before may have had others
+            self._selector.whole, self._selector.whole_heads = begun.whole, begun.whole_heads
         if isinstance(self._selector, MeteredSelector):
             c = self._model.config
             whole = {(Site.NEURONS, layer): c.intermediate_size for layer in begun.whole}
@@ -202,7 +204,7 @@ class GraphStep:
         self._logits = begun.logits[:rows]
         return self._logits
 
-    def pick(self, samplers: Sequence[Sampler | None]) -> list[int | None]:
+    def pick(self, samplers: Sequence[Sampler | None]) -> list[Picked]:
         """The next id of each row of the step that `run` began; this waits for it.
 
         None: its logits are not finite, or it has no sampler. Rows with penalties or biases, which
@@ -229,14 +231,14 @@ class GraphStep:
             self._whole.note(running.bucket, neurons, running.whole)
         if self._whole_heads is not None and running.kind == "all":
             self._whole_heads.note(running.bucket, heads, running.whole_heads)
-        found: list[int | None] = []
+        found: list[Picked] = []
         for row, (sampler, token) in enumerate(
             zip(samplers, self._fetched[:rows].tolist(), strict=True)
         ):
             if sampler is None or token == _NOT_FINITE:
                 found.append(None)
             else:
-                found.append(token if sampler.plain else sampler.sample(self.row(row)))
+                found.append(token if sampler.plain else pick(sampler, self.row(row)))
         if self._begun is not None:
             self._begun.learn(found)
         return found

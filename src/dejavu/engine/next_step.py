@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dejavu.engine.lazy_rows import KeyValues
-from dejavu.engine.sampling import Sampler
+from dejavu.engine.sampling import Picked, Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.whole_layers import Layers
 
@@ -34,10 +34,10 @@ class Begun:
     whole_heads: Layers
     logits: Tensor
 
-    def learn(self, picked: Sequence[int | None]) -> None:
+    def learn(self, picked: Sequence[Picked]) -> None:
         """What the step before has picked."""
         self.ids = [
-            (PICKED if token is None else token) if known == PICKED else known
+            (token if isinstance(token, int) else PICKED) if known == PICKED else known
             for known, token in zip(self.ids, picked, strict=True)
         ]
 

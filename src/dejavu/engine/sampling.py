@@ -17,6 +17,8 @@ from dejavu.engine.params import SamplingParams
 __all__ = ["Sampler", "SamplingParams"]
 
 Floats = NDArray[np.float32]
+Picked = int | None | Exception
+"""The next token id of a row; None: its logits are not finite; what its sampler raised."""
 _BLOCK = 256  # weights summed at once in a draw
 
 
@@ -86,14 +88,19 @@ class Sampler:
         return scores
 
 
-def pick(sampler: Sampler, logits: Floats) -> int | None:
-    """The next token id of a row; None where a logit is NaN or infinite.
+def pick(sampler: Sampler, logits: Floats) -> Picked:
+    """The next token id of a row, from all of its logits.
 
     argmin and argmax stop at a NaN, and come without the machinery of NumPy's reductions: after a
     decode step has swept the caches, `min` and `max` take 80 us, these under 10.
     """
     extremes = logits.item(logits.argmin()), logits.item(logits.argmax())
-    return sampler.sample(logits) if all(map(math.isfinite, extremes)) else None
+    if not all(map(math.isfinite, extremes)):
+        return None
+    try:
+        return sampler.sample(logits)
+    except Exception as error:  # one row's, which must not cost the others theirs
+        return error
 
 
 def probabilities(scores: Floats, params: SamplingParams, out: Floats | None = None) -> Floats:

@@ -56,6 +56,18 @@ def free_memory(device: torch.device) -> int:
     return free + held
 
 
+def lost(device: torch.device) -> bool:
+    """Whether a GPU has stopped answering: after a fault of a kernel every call of the process that
+    made it fails."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def check_fit(needed: int, device: torch.device, what: str, fix: str) -> None:
     """Raise InputError, with all figures, where `needed` bytes do not fit onto a GPU.
 

@@ -204,6 +204,32 @@ def load_plan(source: str | os.PathLike[str]) -> Plan:
 
     Raises PlanError naming the file and field that is missing, damaged or of another version.
     """
+    folder, content = _content(source)
+    path = folder / PLAN_FILE
+    try:
+        base = BaseModel(**content["base_model"])
+        levels = {name: _level(entry) for name, entry in content["levels"].items()}
+        distances = {name: float(e["distance"]) for name, e in content["predictors"].items()}
+        expected = content["sha256"][PREDICTORS_FILE]
+        calibration, report = content["calibration"], content["report"]
+        default = str(content.get("default_level", DEFAULT_LEVEL))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"{path}: a field is missing or wrong ({error!r})") from error
+    predictors = _read_predictors(folder / PREDICTORS_FILE, expected, distances, base)
+    _check_levels(path, base, levels, predictors)
+    if "default_level" in content and default not in levels:
+        raise PlanError(f"{path}: default_level is {default!r}, which is no level of it")
+    return Plan(base, levels, predictors, calibration, report, default)
+
+
+def default_level(source: str | os.PathLike[str]) -> str:
+    """Of a plan, without its predictors. Raises PlanError as `load_plan` does."""
+    _, content = _content(source)
+    return str(content.get("default_level", DEFAULT_LEVEL))
+
+
+def _content(source: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a plan and what its `PLAN_FILE` holds."""
     folder = Path(plan_path(os.fspath(source)))
     if not folder.is_dir():
         from dejavu.predictor.hub import pull_plan
@@ -220,20 +246,8 @@ def load_plan(source: str | os.PathLike[str]) -> Plan:
             f"{path}: format_version is {version!r}, this dejavu reads up to {FORMAT_VERSION}; "
             "make the plan again with `dejavu prepare`"
         )
-    try:
-        base = BaseModel(**content["base_model"])
-        levels = {name: _level(entry) for name, entry in content["levels"].items()}
-        distances = {name: float(e["distance"]) for name, e in content["predictors"].items()}
-        expected = content["sha256"][PREDICTORS_FILE]
-        calibration, report = content["calibration"], content["report"]
-        default = str(content.get("default_level", DEFAULT_LEVEL))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"{path}: a field is missing or wrong ({error!r})") from error
-    predictors = _read_predictors(folder / PREDICTORS_FILE, expected, distances, base)
-    _check_levels(path, base, levels, predictors)
-    if "default_level" in content and default not in levels:
-        raise PlanError(f"{path}: default_level is {default!r}, which is no level of it")
-    return Plan(base, levels, predictors, calibration, report, default)
+    found: dict[str, Any] = content
+    return folder, found
 
 
 def _name(key: Key) -> str:

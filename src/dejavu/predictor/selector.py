@@ -122,6 +122,9 @@ class PlanSelector(MeteredSelector):
         if stage is Stage.LOGITS:
             for wait in self._counted:
                 wait()
+        if stage is Stage.LOGITS or (stage is Stage.BLOCK_INPUT and layer == 0):
+            # At the beginning too: a forward that failed on its way left its own there.
+            self._started.clear()
             self._counted.clear()
             self._held.clear()
 
@@ -178,10 +181,9 @@ class PlanSelector(MeteredSelector):
     def last(self, rows: int) -> tuple[list[Selection | None], list[Selection | None]]:
         """What the last step of so many rows selected, of neurons and of heads, by layer; None:
         all. They hold until the next one."""
-        layers = range(self._layers)
         neurons, heads = (
-            [self._buffers.get((site, layer, rows)) for layer in layers]
-            for site in (Site.NEURONS, Site.HEADS)
+            [None if n in whole else self._buffers.get((s, n, rows)) for n in range(self._layers)]
+            for s, whole in ((Site.NEURONS, self.whole), (Site.HEADS, self.whole_heads))
         )
         return neurons, heads
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -152,11 +152,13 @@ def _add_models(app: FastAPI, hub: Hub) -> None:
 
 def _add_operation(app: FastAPI, hub: Hub) -> None:
     @app.get("/health")
-    async def health() -> Health:
-        """Whether it is up, and how busy."""
+    async def health(response: Response) -> Health:
+        """Whether it is up, and how busy. 503: it has to be started again."""
         engines = [served.engine for served in hub.served.values()]
+        response.status_code = 200 if hub.worker.alive else 503
+        up: Literal["ok", "stopping"] = "stopping" if hub.worker.closing else "ok"
         return Health(
-            status="stopping" if hub.worker.closing else "ok",
+            status=up if hub.worker.alive else "failed",
             running=sum(engine.running for engine in engines),
             waiting=sum(engine.waiting for engine in engines),
         )
@@ -182,18 +184,31 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        return error_response(errors.invalid(error.errors()))
+        kind = http.headers.get("content-type", "")
+        return error_response(errors.invalid(error.errors(), body=error.body, content_type=kind))
 
     @app.exception_handler(HTTPException)
     async def framework(http: Request, error: HTTPException) -> Response:
-        headers = error.headers
-        return error_response(errors.ApiError(error.detail, error.status_code, headers=headers))
+        return error_response(_refused(http, error))
 
     @app.exception_handler(Exception)
     async def unknown(http: Request, error: Exception) -> Response:
         return error_response(
             errors.ApiError("something went wrong in the server; see its log", 500)
         )
+
+
+def _refused(http: Request, error: HTTPException) -> errors.ApiError:
+    """What the framework refused, in words that say what to do."""
+    headers = error.headers or {}
+    asked, text = f"{http.method} {http.url.path}", error.detail
+    if error.status_code == 404:
+        text = f"there is no {asked} here; /openapi.json lists what there is"
+    elif error.status_code == 405:
+        text = f"there is no {asked} here; this path takes {headers.get('Allow', 'another method')}"
+    elif error.__cause__ is not None:
+        text = errors.unreadable(error.__cause__) or text
+    return errors.ApiError(text, error.status_code, headers=headers)
 
 
 def _drop_422(app: FastAPI) -> None:

@@ -9,7 +9,6 @@ a line that is no request has `error`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +24,6 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.serve import chat, errors, text
 from dejavu.serve.batch_files import (
     LONGEST_LINE,
-    Kept,
     Line,
     Results,
     partial_of,
@@ -88,8 +86,9 @@ def run_batch(
     OUT.partial at the next call with the same input and models.
     answering: answers lines, in whatever order, and records each; default: `answer_here`.
 
-    Raises InputError where OUT holds something else or the partial file is of another input,
-    DejavuError as `serve_models` does or where nothing can be written.
+    Raises InputError where the input has no lines or a `custom_id` twice, where OUT holds something
+    else or the partial file is of another input, DejavuError as `serve_models` does or where
+    nothing can be written.
     """
     if not source.is_file():
         raise InputError(f"cannot read {source}: it is no file")
@@ -98,7 +97,7 @@ def run_batch(
     if out.exists() and out.samefile(source):
         raise InputError(f"{out} is the input; choose another file for the answers")
     run = _fingerprint(settings)
-    wanted = {line.number: line.digest for line in read_lines(source, run)}
+    wanted = _wanted(source, run)
     if out.exists():
         return _complete(out, wanted)
     with Results(out) as results:
@@ -131,23 +130,51 @@ def run_batch(
     return summary
 
 
+def _wanted(source: Path, run: str) -> dict[int, str]:
+    """Digests of the lines, by number. Raises InputError where there is none, or where two have the
+    same `custom_id`: nobody could tell their answers apart."""
+    wanted: dict[int, str] = {}
+    first: dict[str, int] = {}
+    for line in read_lines(source, run):
+        wanted[line.number] = line.digest
+        try:
+            custom_id = _parse(line).custom_id
+        except _NoRequestError:  # answered as an error in its place
+            continue
+        if custom_id is not None and first.setdefault(custom_id, line.number) != line.number:
+            raise InputError(
+                f"{source}: the lines {first[custom_id]} and {line.number} have the same custom_id "
+                f"{custom_id!r}; give each one of its own"
+            )
+    if not wanted:
+        raise InputError(f"{source} holds no requests; give one a line")
+    return wanted
+
+
 def _fingerprint(settings: Settings) -> str:
     """Of what the answers depend on beside the input."""
-    models = [entry.model_dump() for entry in settings.models]
-    told = json.dumps([models, settings.max_model_len], sort_keys=True)
+    options: list[Any] = [[entry.model_dump() for entry in settings.models], settings.max_model_len]
+    if settings.on_gpu:  # where texts differ from a CPU's by rounding, on all GPUs alike
+        options.append(["cuda", settings.lazy_kv, settings.whole_layers])
+    told = json.dumps(options, sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _complete(out: Path, wanted: dict[int, str]) -> Summary:
-    kept: dict[int, Kept] = {}
-    with contextlib.suppress(InputError):
+    try:
         kept = read_kept(out)
-    same = {number: one.digest for number, one in kept.items()} == wanted
-    if not same or max((one.end for one in kept.values()), default=0) != out.stat().st_size:
-        raise InputError(
-            f"{out} exists and is not the answer to this input with these options; delete it or "
-            "choose another OUT"
-        )
+    except OSError as error:
+        raise InputError(f"{out} exists and cannot be read: {error.strerror or error}") from error
+    found = {number: one.digest for number, one in kept.items()}
+    why = None
+    if max((one.end for one in kept.values()), default=0) != out.stat().st_size:
+        why = f"it is damaged behind its first {len(kept)} answers"
+    elif wrong := [n for n, digest in wanted.items() if found.get(n, digest) != digest]:
+        why = f"it has the answers to another input or of other options (line {wrong[0]} differs)"
+    elif found.keys() != wanted.keys():
+        why = f"it has {len(found)} answers, and the input {len(wanted)} lines"
+    if why is not None:
+        raise InputError(f"{out} exists: {why}; delete it or choose another OUT")
     partial_of(out).unlink(missing_ok=True)  # of a run that was killed after it wrote OUT
     failed = sum(one.failed for one in kept.values())
     return Summary(lines=len(wanted), kept=len(kept), errors=failed)
@@ -223,10 +250,8 @@ def _parse(line: Line) -> BatchLine:
     try:
         # utf-8-sig: some editors begin a file with a mark.
         entry = json.loads(line.content.decode("utf-8-sig"), parse_constant=_refuse)
-    except UnicodeDecodeError as error:
-        raise _NoRequestError(f"it is not UTF-8: {error.reason}, byte {error.start}") from error
     except (ValueError, RecursionError) as error:
-        raise _NoRequestError(f"it is not JSON: {error}") from error
+        raise _NoRequestError(str(errors.unreadable(error))) from error
     try:
         return BatchLine.model_validate(entry)
     except ValidationError as error:

@@ -16,6 +16,14 @@ _TYPES = {
 }
 
 
+# Fields of several forms: what is wrong with a value that has none of them.
+_FORMS = {
+    "prompt": "a text, a list of texts, a list of token ids or a list of such lists; a list must "
+    "not be empty, nor hold things of two kinds",
+    "stop": "a text or a list of at most 64 texts",
+}
+
+
 class ApiError(DejavuError):
     """An answer with a status other than 200. param: the request's field that is wrong."""
 
@@ -63,12 +71,33 @@ def of(error: DejavuError, fields: Sequence[str] = ()) -> ApiError:
     return ApiError(str(error), 500)
 
 
-def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of pydantic's list of problems: the first one, by its field."""
+def unreadable(error: BaseException) -> str | None:
+    """What makes a body, or a line of a batch, no JSON; None for an error of another kind."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: {error.reason}, byte {error.start}"
+    if isinstance(error, RecursionError):
+        return "it is not JSON that can be read: lists or objects are nested too deeply"
+    if isinstance(error, ValueError):
+        return f"it is not JSON: {error}"
+    return None
+
+
+def invalid(
+    problems: Sequence[Mapping[str, Any]], *, body: Any = None, content_type: str = ""
+) -> ApiError:
+    """Of pydantic's list of problems: the first one, by its field. body: what was checked;
+    content_type: what it was said to be."""
     problem = problems[0]
     where = [str(part) for part in problem.get("loc", ()) if part != "body"]
     if problem.get("type") == "json_invalid":
         return ApiError(f"the body is not JSON: {problem.get('ctx', {}).get('error', '')}")
+    if not where and isinstance(body, bytes):
+        said = f"not {content_type}" if content_type else "which is missing"
+        return ApiError(f"the body must come with Content-Type: application/json, {said}")
+    if not where and problem.get("type") == "missing":
+        return ApiError("the body is empty; a JSON object is expected")
     param = where[0] if where else None
+    if param in _FORMS and (len(where) > 1 or problem.get("type") != "missing"):
+        return ApiError(f"{param} must be {_FORMS[param]}", param=param)
     name = ".".join(where) or "body"
     return ApiError(f"{name}: {problem.get('msg', 'is wrong')}", param=param)

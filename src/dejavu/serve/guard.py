@@ -25,6 +25,20 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 OPEN = ("/", "/health")  # and the page's files: without them nobody could enter a key
+# Names for what is refused before it gets to a route; any other path is `other`, however many.
+ROUTES = frozenset(
+    {
+        "/",
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+    }
+)
 
 
 class Guard:
@@ -45,12 +59,17 @@ class Guard:
             return
         began = monotonic()
         status = 0
+        asked = scope
+        if head := scope["method"] == "HEAD":  # what GET would say, without its body
+            scope = {**scope, "method": "GET"}
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", []).append((b"x-content-type-options", b"nosniff"))
+            elif head:
+                message["body"] = b""
             await send(message)
 
         try:
@@ -61,12 +80,13 @@ class Guard:
         except ApiError as error:
             await error_response(error)(scope, receive, sending)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            known = scope["path"] if scope["path"] in ROUTES else "other"
+            route = getattr(scope.get("route"), "path", known)
             self._metrics.response(route, status)
             log.info(
                 "http",
                 extra={
-                    "method": scope["method"],
+                    "method": asked["method"],
                     "route": route,
                     "status": status,
                     "client": client_of(scope),

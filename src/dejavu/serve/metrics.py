@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -162,6 +163,21 @@ class _Gauges(Collector):
                 if (calibrated := _calibrated(one, level)) is not None:
                     drift.add_metric([one.name, level], neurons - calibrated)
         yield from (running, waiting, blocks, density, drift, whole, read)
+        yield from _device_memory({one.loaded.model.device for one in self._served})
+
+
+def _device_memory(devices: Iterable[torch.device]) -> Iterable[Metric]:
+    """Of GPUs: what this process holds, of that what tensors take, and what nobody holds."""
+    memory = GaugeMetricFamily(
+        "dejavu_device_memory_bytes", "Memory of a GPU.", labels=["device", "state"]
+    )
+    for device in devices:
+        if device.type == "cuda":
+            memory.add_metric([str(device), "held"], torch.cuda.memory_reserved(device))
+            memory.add_metric([str(device), "used"], torch.cuda.memory_allocated(device))
+            memory.add_metric([str(device), "free"], torch.cuda.mem_get_info(device)[0])
+    if memory.samples:
+        yield memory
 
 
 def densities(served: ServedModel, selector: MeteredSelector) -> tuple[float, float]:

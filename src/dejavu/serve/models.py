@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from dejavu.engine.activity import block_size
 from dejavu.engine.codec import Codec
@@ -15,6 +17,7 @@ from dejavu.flash.model import FlashModel, find_bundle, load_flash
 from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
 from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel, load_model
+from dejavu.models.kv_cache import cache_budget
 from dejavu.predictor.plan import Plan, load_plan
 from dejavu.serve.errors import ApiError
 from dejavu.serve.responses import ModelCard, ModelShape
@@ -80,26 +83,40 @@ class ServedModel:
 
 def serve_models(settings: Settings) -> dict[str, ServedModel]:
     """Load all models of the settings, each source once. Raises DejavuError like `load_model`."""
-    sources: dict[tuple[str, str], LoadedModel] = {}
-    served = {}
-    for entry in settings.models:
-        if settings.memory_limit is not None:
-            bundle = entry.bundle or find_bundle(entry.source, entry.plan, entry.dtype)
-            flash = load_flash(entry.source, bundle, dtype=entry.dtype)
-            served[entry.name] = serve_model(entry, flash.loaded, settings, flash)
-            continue
-        key = entry.source, entry.dtype
-        if key not in sources:
-            sources[key] = load_model(entry.source, dtype=entry.dtype)
-        served[entry.name] = serve_model(entry, sources[key], settings)
-    return served
+    if settings.memory_limit is not None:
+        (entry,) = settings.models
+        bundle = entry.bundle or find_bundle(entry.source, entry.plan, entry.dtype)
+        flash = load_flash(entry.source, bundle, dtype=entry.dtype)
+        return {entry.name: serve_model(entry, flash.loaded, settings, flash)}
+    # All before the first cache, which takes most of what a GPU then has left.
+    sources = {
+        key: load_model(key[0], dtype=key[1], device=settings.device)
+        for key in dict.fromkeys((entry.source, entry.dtype) for entry in settings.models)
+    }
+    return {
+        entry.name: serve_model(
+            entry,
+            sources[entry.source, entry.dtype],
+            settings,
+            sharing=len(settings.models) - place,
+        )
+        for place, entry in enumerate(settings.models)
+    }
 
 
 def serve_model(
-    entry: ModelEntry, loaded: LoadedModel, settings: Settings, flash: FlashModel | None = None
+    entry: ModelEntry,
+    loaded: LoadedModel,
+    settings: Settings,
+    flash: FlashModel | None = None,
+    *,
+    sharing: int = 1,
 ) -> ServedModel:
-    """One model that is loaded already. flash: where its neurons are, under a memory limit."""
+    """One model that is loaded already. flash: where its neurons are, under a memory limit.
+    sharing: models that have no cache yet, this one included; they share what a GPU has left."""
     plan = None if entry.plan is None else load_plan(entry.plan)
+    if plan is not None and settings.on_gpu:
+        plan = _on_gpu(plan, entry.level, loaded.model.device)
     arms: dict[str, Selector] = {DENSE: Dense()}
     if plan is not None:
         plan.level(entry.level)
@@ -108,6 +125,8 @@ def serve_model(
     ops: Ops | None = None
     prompt_ops: Ops | None = None
     cache_bytes = settings.cache_bytes
+    if cache_bytes is None and settings.on_gpu:
+        cache_bytes = cache_budget(loaded.model.device) // sharing
     if flash is not None and settings.memory_limit is not None:
         store, cache_bytes = flash.within(
             parse_size(settings.memory_limit),
@@ -129,7 +148,23 @@ def serve_model(
         arms=arms,
         cache_bytes=cache_bytes,
         prefill_chunk=settings.prefill_chunk,
+        # Dense answers use all heads.
+        lazy_kv=tuple(plan.levels) if settings.lazy_kv and plan is not None else (),
+        whole_layers=settings.whole_layers,
     )
-    engine.take_memory(_TAKEN)
+    if not settings.on_gpu:  # which takes it all at once
+        engine.take_memory(_TAKEN)
     level = DENSE if plan is None else entry.level or plan.default_level
     return ServedModel(entry.name, loaded, codec, engine, level, plan)
+
+
+def _on_gpu(plan: Plan, level: str | None, device: torch.device) -> Plan:
+    """A plan with its predictors on a GPU, once for all levels, and the levels that run there; one
+    that will be asked for stays, to be refused with its reason."""
+    wanted = level or plan.default_level
+    levels = {name: one for name, one in plan.levels.items() if not one.inputs or name == wanted}
+    predictors = {
+        key: replace(source, predictor=source.predictor.to(device))
+        for key, source in plan.predictors.items()
+    }
+    return replace(plan, levels=levels, predictors=predictors)

@@ -95,4 +95,4 @@ class Replica:
     def check_health(self) -> None:
         """Asked by Ray Serve every few seconds; a replica that raises is replaced."""
         if not self._hub.worker.alive:
-            raise DejavuError("the engine's thread has ended")
+            raise DejavuError("the engine's thread has ended, or its GPU has failed")

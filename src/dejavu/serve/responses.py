@@ -182,9 +182,9 @@ class Text(BaseModel):
 
 
 class Health(BaseModel):
-    """status: ok or stopping."""
+    """status: failed where the server has to be started again."""
 
-    status: Literal["ok", "stopping"]
+    status: Literal["ok", "stopping", "failed"]
     running: int
     waiting: int
 

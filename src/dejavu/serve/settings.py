@@ -6,9 +6,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dejavu.errors import InputError
+from dejavu.load import check_dtype
+
+_OF_RAY = ("ray_address", "replicas", "max_replicas", "target_ongoing")
 
 
 class ModelEntry(BaseModel):
@@ -47,6 +51,9 @@ class Settings(BaseModel):
         description="Of the process, e.g. 4GB; with one model that has a bundle.",
     )
     grace: float = Field(30.0, ge=0, description="Seconds that running answers get at shutdown.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Of all models.")
+    lazy_kv: bool = Field(False, description="On a GPU, of plans: see `Engine`.")
+    whole_layers: bool = Field(True, description="On a GPU, of plans: see `Engine`.")
 
     ray: bool = Field(False, description="Replicas under Ray Serve.")
     ray_address: str | None = Field(
@@ -60,13 +67,14 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _replicas(self) -> Settings:
-        given = {"ray_address", "replicas", "max_replicas", "target_ongoing"}
         if not self.ray and any(
-            getattr(self, f) != type(self).model_fields[f].default for f in given
+            getattr(self, f) != type(self).model_fields[f].default for f in _OF_RAY
         ):
-            raise ValueError("ray_address, replicas, max_replicas and target_ongoing go with ray")
+            raise ValueError(f"{', '.join(map(flag, _OF_RAY))} go with --ray")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+            raise ValueError(
+                f"--max-replicas {self.max_replicas} is below --replicas {self.replicas}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -75,10 +83,32 @@ class Settings(BaseModel):
         if len(names) != len(set(names)):
             raise ValueError(f"two models have the same name: {', '.join(names)}")
         if self.memory_limit is None and any(entry.bundle is not None for entry in self.models):
-            raise ValueError("a bundle goes with a memory_limit")
+            raise ValueError("--bundle goes with --memory-limit")
         if self.memory_limit is not None and len(self.models) > 1:
-            raise ValueError("a memory_limit goes with one model")
+            raise ValueError("--memory-limit goes with one model")
         return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> Settings:
+        for entry in self.models:
+            check_dtype(entry.dtype, torch.device(self.device))
+        if self.memory_limit is not None and self.on_gpu:
+            raise ValueError("--memory-limit is for the CPU: leave out --device, or the limit")
+        if self.lazy_kv and not self.on_gpu:
+            raise ValueError("--lazy-kv is for a GPU: give --device cuda too")
+        if self.lazy_kv and all(entry.plan is None for entry in self.models):
+            raise ValueError("--lazy-kv goes with a plan: dense answers use all heads")
+        if self.ray and self.on_gpu and self.device != "cuda":
+            raise ValueError(
+                f"--device {self.device}: under --ray each replica has a GPU of its own; give "
+                "--device cuda"
+            )
+        return self
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the models are on a GPU."""
+        return self.device != "cpu"
 
     @property
     def cache_bytes(self) -> int | None:
@@ -86,19 +116,34 @@ class Settings(BaseModel):
         return None if self.cache_memory is None else int(self.cache_memory * 1e9)
 
 
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The keys of a settings file. Raises InputError for one that cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as TOML: {error}") from error
+    except OSError as error:
+        raise InputError(f"--config: cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"--config: {path} is not TOML: {error}") from error
 
 
 def settings(values: dict[str, Any]) -> Settings:
-    """Checked. Raises InputError naming the field."""
+    """Checked. Raises InputError naming the flag, or the key of the TOML file."""
+    if not values.get("models"):
+        raise InputError("no model: give MODEL, or [[models]] in the file of --config")
     try:
         return Settings(**values)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise InputError(f"{where or 'settings'}: {problem['msg']}") from error
+        where, text = problem["loc"], problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            text = "there is no such key"
+        elif where == ("device",):
+            text = f"{problem['input']!r} is unknown; what exists is cpu, cuda and cuda:N"
+        if len(where) == 1 and where[0] in Settings.model_fields:
+            where = (flag(str(where[0])),)
+        raise InputError(": ".join([".".join(map(str, where))] * bool(where) + [text])) from error

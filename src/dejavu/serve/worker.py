@@ -19,6 +19,7 @@ from dejavu.engine.output import Chunk
 from dejavu.engine.params import SamplingParams
 from dejavu.engine.scheduler import Request
 from dejavu.errors import DejavuError
+from dejavu.kernels.device import lost
 from dejavu.serve.errors import ApiError
 from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.metrics import Metrics
@@ -73,8 +74,10 @@ class Worker:
         self._seconds = 1.0  # that a job holds its row, a running mean
         self._held: dict[Job, list[Event]] = {}  # not delivered yet
         self._delivered = 0.0  # when that was last done for all
+        self._took = dict.fromkeys(served, 0.0)  # seconds of each model's latest step
         self._closing = False
         self._stopped = False
+        self._lost = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -90,8 +93,8 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether answers can be made: the thread runs, and the GPU, if there is one, answers."""
+        return self._thread.is_alive() and not self._lost
 
     @property
     def open_jobs(self) -> int:
@@ -99,12 +102,15 @@ class Worker:
         return sum(self._open.values())
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand over the jobs of one request. Raises ApiError: 503 when closing, 429 when full."""
+        """Hand over the jobs of one request. Raises ApiError: 503 when closing or when the GPU is
+        lost, 429 when full."""
         served = jobs[0].served
         limit = served.engine.max_batch + self._max_queue
         with self._wake:
             if self._closing:
                 raise ApiError("the server is stopping", 503)
+            if self._lost:
+                raise ApiError("the GPU has failed; the server has to be started again", 503)
             if len(jobs) > limit:
                 raise ApiError(f"{len(jobs)} answers at once; at most {limit} fit in the queue")
             if self._open[served] + len(jobs) > limit:
@@ -160,9 +166,8 @@ class Worker:
                 if served.engine.running or served.engine.waiting:
                     try:
                         self._step(served)
-                    except Exception:  # whatever it is, the thread has to go on
-                        log.exception("a step failed", extra={"model": served.name})
-                        self._fail(served, DejavuError("the model failed while it wrote this"))
+                    except Exception as error:  # whatever it is, the thread has to go on
+                        self._fail(served, self._report(served, error))
 
     def _busy(self) -> bool:
         return any(s.engine.running or s.engine.waiting for s in self._served)
@@ -195,10 +200,14 @@ class Worker:
 
     def _step(self, served: ServedModel) -> None:
         engine, running = served.engine, self._running[served]
-        if engine.reading:
+        if engine.reading or self._late_for_others(served):
             self._deliver()  # a piece of a prompt takes as long as many tokens
+        began = monotonic()
         touched = engine.step()
         now = monotonic()
+        self._took[served] = now - began
+        reasons = {r.error for r in touched if r.error is not None and r.error.__cause__}
+        told = {error: self._report(served, error.__cause__) for error in reasons}
         at_once: list[Job] = []
         for request in touched:
             if request not in running:
@@ -208,7 +217,7 @@ class Worker:
                 job.started = job.submitted + request.waited
                 self._metrics.started(job)
             for event in _events(generation):
-                self._hold(job, event)
+                self._hold(job, told.get(event, event) if isinstance(event, DejavuError) else event)
                 self._metrics.token(job, now)
                 if job.latest is None:
                     at_once.append(job)
@@ -224,6 +233,20 @@ class Worker:
             self._deliver()
         elif at_once:
             self._deliver(at_once)
+
+    def _late_for_others(self, served: ServedModel) -> bool:
+        """Whether tokens of other models would wait too long for a step of this one."""
+        return monotonic() - self._delivered + self._took[served] > _HOLD and any(
+            job.served is not served for job in self._held
+        )
+
+    def _report(self, served: ServedModel, error: BaseException | None) -> DejavuError:
+        """Log what went wrong in a step; what clients get to hear of it."""
+        log.error("a step failed", exc_info=error, extra={"model": served.name})
+        if not self._lost and lost(served.loaded.model.device):
+            self._lost = True
+            log.critical("the GPU has failed; start the server again")
+        return DejavuError("the model failed while it wrote this; the server's log says why")
 
     def _fail(self, served: ServedModel, error: DejavuError) -> None:
         running = self._running[served]
