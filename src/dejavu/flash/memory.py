@@ -16,14 +16,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 _SLACK = 48 << 20  # what Python, torch and the allocator take for themselves in the course of a run
 
 
-def parse_size(value: str | int, option: str = "--memory-limit") -> int:
+def parse_size(value: str | int) -> int:
     """`4GB`, `512MiB`, `2e9` or bytes as bytes. Raises InputError naming the option."""
     match = re.fullmatch(
         r"([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([KMG]?I?)B?",
         str(value).strip().upper().replace("E", "e"),
     )
     if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise InputError(f"{option}: {value!r} is not a size like 4GB or 512MiB")
+        raise InputError(f"--memory-limit: {value!r} is not a size like 4GB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +115,6 @@ def load_flash(
     bundle: str | os.PathLike[str],
     *,
     dtype: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
 ) -> FlashModel:
     """Load all but the MLP weights, and open the bundle that `dejavu pack` made of the same model.
 
@@ -138,5 +136,5 @@ def load_flash(
             f"with --dtype {wanted.dtype}, or give --dtype {opened.dtype}"
         )
     matrices = placeholders(opened)
-    loaded = load_model(source, dtype=dtype, elsewhere=matrices, progress=progress)
+    loaded = load_model(source, dtype=dtype, elsewhere=matrices)
     return FlashModel(loaded, opened, matrices)

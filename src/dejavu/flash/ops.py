@@ -30,10 +30,8 @@ __all__ = ["FlashOps", "FlashProgram", "PromptOps", "WholeOps", "WindowOps"]
 class FlashOps(NativeOps):
     """`NativeOps` for a model of a store; the same bits as with the weights in memory."""
 
-    def __init__(
-        self, store: FlashStore, threads: int | None = None, isa: str | None = None
-    ) -> None:
-        super().__init__(threads, isa)
+    def __init__(self, store: FlashStore, threads: int | None = None) -> None:
+        super().__init__(threads)
         self._store = store
 
     def recorder(self) -> FlashRecorder:

@@ -10,7 +10,7 @@ from dejavu.errors import PlanError
 FILES = ("plan.json", "predictors.safetensors")
 
 
-def pull_plan(repo_id: str, revision: str | None = None) -> Path:
+def pull_plan(repo_id: str) -> Path:
     """Folder of a plan's cached copy, downloaded if it is not there.
 
     Raises PlanError for what is neither a folder nor a repository that can be had.
@@ -26,9 +26,7 @@ def pull_plan(repo_id: str, revision: str | None = None) -> Path:
         )
     try:
         folder = Path(
-            snapshot_download(
-                repo_id, revision=revision, endpoint=hub_endpoint(), allow_patterns=list(FILES)
-            )
+            snapshot_download(repo_id, endpoint=hub_endpoint(), allow_patterns=list(FILES))
         )
     except Exception as error:  # network libraries have types of their own
         raise PlanError(
@@ -41,9 +39,7 @@ def pull_plan(repo_id: str, revision: str | None = None) -> Path:
     return folder
 
 
-def push_plan(
-    folder: str | os.PathLike[str], repo_id: str, *, private: bool = False, message: str = ""
-) -> str:
+def push_plan(folder: str | os.PathLike[str], repo_id: str, *, private: bool = False) -> str:
     """Upload a plan folder (creating the repository if needed); returns its URL.
 
     Raises PlanError for a folder that is no readable plan, or an upload that is refused.
@@ -61,7 +57,7 @@ def push_plan(
             repo_id=repo_id,
             folder_path=Path(folder),
             allow_patterns=list(FILES),
-            commit_message=message or f"Sparsity plan for {plan.base.name}",
+            commit_message=f"Sparsity plan for {plan.base.name}",
         )
     except Exception as error:
         raise PlanError(

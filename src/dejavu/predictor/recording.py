@@ -17,12 +17,11 @@ from dejavu.models.base import DecoderLM
 from dejavu.models.kv_cache import KVCache
 from dejavu.models.streaming import Pass
 from dejavu.sparsity.losses import token_losses
-from dejavu.sparsity.policy import Points, Selector, Site, Stage
+from dejavu.sparsity.policy import Key, Points, Selector, Site, Stage, point
 from dejavu.sparsity.record import group_norms
 
 _HALF_MAX = 65504.0
 GIB = 1 << 30
-Key = tuple[Site, int]
 Tick = Callable[[int, int], None]  # windows done, windows in all
 
 
@@ -56,8 +55,8 @@ def room(device: torch.device, memory_gib: float) -> float:
 
 def source_key(site: Site, layer: int, distance: float) -> Key:
     """Site and layer whose own input a look-ahead reads (a negative layer: there is none)."""
-    place = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
-    return (Site.NEURONS if place % 2 else Site.HEADS), place // 2
+    number = point(site, layer, distance)
+    return (Site.NEURONS if number % 2 else Site.HEADS), number // 2
 
 
 class _Enough(Exception):  # noqa: N818 - no error: it ends a forward early

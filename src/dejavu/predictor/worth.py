@@ -19,7 +19,7 @@ from dejavu.kernels.ops import Activation, Ops
 from dejavu.kernels.selection import Selection
 from dejavu.sparsity.model_view import MLPView
 from dejavu.sparsity.policy import Points, Selector, Site
-from dejavu.sparsity.record import neuron_activations
+from dejavu.sparsity.record import down_norms, neuron_activations
 
 _OCTAVE = 4  # bins
 _LOW, _HIGH = -80, 60  # powers of two that squared contributions are told apart in
@@ -39,7 +39,7 @@ class Neurons:
     @staticmethod
     def of(mlp: MLPView, activation: Activation) -> Neurons:
         """norms: `||W_down[:, j]||`, fp32 `[F]`."""
-        return Neurons(mlp, activation, torch.linalg.vector_norm(mlp.down.weight.float(), dim=1))
+        return Neurons(mlp, activation, down_norms(mlp))
 
     def activations(self, x: Tensor, ops: Ops) -> Tensor:
         """fp32 `[N, D]` -> `[N, F]`."""

@@ -14,43 +14,10 @@ from typing import Protocol
 from torch import Tensor
 
 from dejavu.kernels.matrix import WEIGHT_DTYPES, Matrix
+from dejavu.sparsity.model_view import AffineView, AttentionView, BlockView, MLPView, WeightsView
 
 
-class _Affine(Protocol):
-    @property
-    def weight(self) -> Matrix: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-
-
-class _Attention(Protocol):
-    @property
-    def q(self) -> _Affine: ...
-    @property
-    def k(self) -> _Affine: ...
-    @property
-    def v(self) -> _Affine: ...
-    @property
-    def o(self) -> _Affine: ...
-
-
-class _MLP(Protocol):
-    @property
-    def up(self) -> _Affine: ...
-    @property
-    def gate(self) -> _Affine | None: ...
-    @property
-    def down(self) -> _Affine: ...
-
-
-class _Block(Protocol):
-    @property
-    def attention(self) -> _Attention: ...
-    @property
-    def mlp(self) -> _MLP: ...
-
-
-class DecoderWeights(Protocol):
+class DecoderWeights(WeightsView, Protocol):
     """What is counted: `models.base.Weights` fits."""
 
     @property
@@ -66,11 +33,6 @@ class DecoderWeights(Protocol):
     @property
     def lm_head(self) -> Matrix:
         """`embed_tokens` itself where they are tied."""
-        ...
-
-    @property
-    def blocks(self) -> Sequence[_Block]:
-        """From the first to the last."""
         ...
 
 
@@ -119,13 +81,13 @@ def dense_bytes(weights: DecoderWeights, dtype: str | None = None) -> int:
     return total - stored_bytes(weights.embed_positions, dtype)
 
 
-def neuron_bytes(mlp: _MLP) -> tuple[float, float]:
+def neuron_bytes(mlp: MLPView) -> tuple[float, float]:
     """Bytes of one neuron: of its rows and biases in up and gate, and of its row of down."""
     scores = _row(mlp.up) + (0.0 if mlp.gate is None else _row(mlp.gate))
     return scores, mlp.down.weight.nbytes / mlp.down.weight.rows
 
 
-def group_bytes(attention: _Attention, groups: int) -> float:
+def group_bytes(attention: AttentionView, groups: int) -> float:
     """Bytes that leaving out one of `groups` KV groups saves: its rows of q and o."""
     q, o = attention.q, attention.o.weight
     return (q.weight.rows * _row(q) + o.nbytes) / groups
@@ -159,7 +121,7 @@ def step_bytes(
     return total
 
 
-def input_parts(block: _Block) -> dict[str, tuple[int, int]]:
+def input_parts(block: BlockView) -> dict[str, tuple[int, int]]:
     """Channels of each input site, and bytes of all matrices that read it."""
     a, mlp = block.attention, block.mlp
     gate_up = mlp.up.weight.nbytes + (0 if mlp.gate is None else mlp.gate.weight.nbytes)
@@ -171,7 +133,7 @@ def input_parts(block: _Block) -> dict[str, tuple[int, int]]:
     }
 
 
-def _skipped_inputs(block: _Block, read: Mapping[str, float]) -> float:
+def _skipped_inputs(block: BlockView, read: Mapping[str, float]) -> float:
     return sum(
         (1 - read[site] / channels) * size
         for site, (channels, size) in input_parts(block).items()
@@ -179,7 +141,7 @@ def _skipped_inputs(block: _Block, read: Mapping[str, float]) -> float:
     )
 
 
-def _row(affine: _Affine) -> float:
+def _row(affine: AffineView) -> float:
     """Bytes of one stored row and its bias."""
     weight = affine.weight
     return weight.nbytes / weight.rows + (0 if affine.bias is None else affine.bias.itemsize)

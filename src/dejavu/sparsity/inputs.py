@@ -103,13 +103,6 @@ def _even(value: float, stacked: Stacked) -> Tensor:
     return torch.full((stacked.weight.rows,), value)
 
 
-def input_obstacle(model: ModelView[Cache]) -> str | None:
-    """Why input sparsity does not fit a model; None: it does."""
-    if model.weights.blocks[0].mlp.gate is None:
-        return "its MLP has no gate"
-    return None
-
-
 class InputMeter(Meter):
     """Channels read and used at each input site, beside what `Meter` counts."""
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dejavu.errors import InputError
-from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.sparsity.arms import Choices, Tally, arms
 from dejavu.sparsity.losses import block_mean, token_losses
@@ -38,8 +37,6 @@ def measure(
     other_windows: Sequence[Tensor] = (),
     options: MeasureOptions | None = None,
     progress: Progress | None = None,
-    *,
-    ops: Ops | None = None,
 ) -> Measurement:
     """Run the experiment; the same input gives the same figures.
 
@@ -60,21 +57,17 @@ def measure(
     if "other" in options.static and options.densities and not other_windows:
         raise InputError("static: `other` chooses on other_windows, and there are none; give some")
     with torch.inference_mode():
-        return _Experiment(model, options, progress, ops or TorchOps()).run(windows, other_windows)
+        return _Experiment(model, options, progress).run(windows, other_windows)
 
 
 class _Experiment:
     def __init__(
-        self,
-        model: ModelView[Cache],
-        options: MeasureOptions,
-        progress: Progress | None,
-        ops: Ops,
+        self, model: ModelView[Cache], options: MeasureOptions, progress: Progress | None
     ) -> None:
         self._model = model
         self._options = options
         self._progress = progress
-        self._ops = ops
+        self._ops = TorchOps()
         self._recorder = Recorder(model)
         self._tallies = [Tally(arm, model.config.num_hidden_layers) for arm in arms(options)]
         self._done = self._total = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.sparsity.accounting import LayerReads
-from dejavu.sparsity.policy import Selector, Site
+from dejavu.sparsity.policy import Key, Selector, Site
 
 
 class Meter:
@@ -48,9 +48,7 @@ class Meter:
         self._rows = rows
         ops.tally(selection, rows, self._counters[site][layer], live=self.live)
 
-    def stepped(
-        self, rows: int, *, lazy: bool, whole: Mapping[tuple[Site, int], int] | None = None
-    ) -> None:
+    def stepped(self, rows: int, *, lazy: bool, whole: Mapping[Key, int] | None = None) -> None:
         """A step of so many live rows ran; lazy: without k and v of unused heads. whole: sites and
         layers that computed all their entries in place of selecting, with the number of these."""
         self._rows = rows

@@ -22,13 +22,21 @@ class Site(StrEnum):
     NEURONS = "neurons"
 
 
+Key = tuple[Site, int]
+"""A site of a layer."""
+
+
+def point(site: Site, layer: int, distance: float = 0.0) -> int:
+    """The number of the point (see `Points`) that a site reads at a look-ahead of 0, 0.5 or 1
+    block; below 0 where no block is that far back."""
+    return 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+
+
 class Stage(StrEnum):
     """Intermediate results a selector may look at, beside the points it selects from."""
 
-    BLOCK_INPUT = (
-        "block_input"  # residual stream [N, D] entering block `layer` (and after the last)
-    )
-    BLOCK_MIDDLE = "block_middle"  # residual stream [N, D] between attention and MLP
+    BLOCK_INPUT = "block_input"  # the stream [N, D] entering block `layer` (and after the last)
+    BLOCK_MIDDLE = "block_middle"  # the stream [N, D] between attention and MLP
     HEAD_OUTPUTS = "head_outputs"  # [N, H, d], before the output projection
     LOGITS = "logits"  # [N, V]
 
@@ -57,7 +65,7 @@ class Points:
 
     def source(self, site: Site, layer: int, distance: float = 0.0) -> Tensor:
         """fp32 `[N, D]`: what `site` of `layer` reads at a look-ahead of 0, 0.5 or 1 block."""
-        index = 2 * layer + (site == Site.NEURONS) - round(2 * distance)
+        index = point(site, layer, distance)
         assert index >= 0, "a plan never looks ahead of the first block"
         found = self._inputs[index]
         assert found is not None, "a plan looks one block ahead at most"

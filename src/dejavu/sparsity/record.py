@@ -26,6 +26,12 @@ def neuron_activations(x: Tensor, mlp: MLPView, activation: Activation, ops: Ops
     return a.mul_(activate(gate, activation))
 
 
+def down_norms(mlp: MLPView) -> Tensor:
+    """`||W_down[:, j]||` of every neuron, fp32 `[F]`: what activation 1 adds."""
+    norms: Tensor = torch.linalg.vector_norm(mlp.down.weight.float(), dim=1)
+    return norms
+
+
 def group_norms(heads: Tensor, o: Tensor, groups: int) -> Tensor:
     """L2 norm of what each KV group adds to the residual stream, fp32 `[N, groups]`.
 
@@ -54,9 +60,7 @@ class Recorder(Selector):
         self._blocks = model.weights.blocks
         self._activation = model.activation
         self._groups = model.config.num_key_value_heads
-        self._down_norms = [
-            torch.linalg.vector_norm(block.mlp.down.weight.float(), dim=1) for block in self._blocks
-        ]
+        self._down_norms = [down_norms(block.mlp) for block in self._blocks]
         self.clear()
 
     def clear(self) -> None:

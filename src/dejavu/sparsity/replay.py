@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
-from dejavu.sparsity.policy import Points, Selector, Site
+from dejavu.sparsity.policy import Key, Points, Selector, Site
 
-Masks = Mapping[tuple[Site, int], Tensor]
+Masks = Mapping[Key, Tensor]
 
 
 class Replay(Selector):

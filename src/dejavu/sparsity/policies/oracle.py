@@ -13,7 +13,7 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
 from dejavu.sparsity.model_view import Cache, ModelView
 from dejavu.sparsity.policy import Points, Selector, Site
-from dejavu.sparsity.record import neuron_activations
+from dejavu.sparsity.record import down_norms, neuron_activations
 
 Rule = Callable[[Tensor, int], Tensor]  # activations fp32 [N, F], layer -> bool [N, F]
 
@@ -36,18 +36,10 @@ class Oracle(Selector):
         return Selection.from_mask(self._rule(a, layer))
 
 
-def down_norms(model: ModelView[Cache]) -> list[Tensor]:
-    """`||W_down[:, j]||` of every neuron, fp32 `[F]` a layer."""
-    return [
-        torch.linalg.vector_norm(block.mlp.down.weight.float(), dim=1)
-        for block in model.weights.blocks
-    ]
-
-
 def oracle(model: ModelView[Cache], *, contribution: float = 0.0) -> Selector:
     """Neurons whose contribution `|a_j| * ||W_down[:, j]||` exceeds a value; 0: the active ones."""
     _at_least("oracle", "contribution", contribution, 0.0)
-    norms = down_norms(model)
+    norms = [down_norms(block.mlp) for block in model.weights.blocks]
     return Oracle(model, lambda a, layer: a.abs() * norms[layer] > contribution)
 
 
@@ -61,7 +53,7 @@ def topk(model: ModelView[Cache], *, keep: float = 0.1) -> Selector:
     """The same share of neurons in every layer, those of largest contribution."""
     if not 0.0 < keep <= 1.0:
         raise InputError(f"policy topk: keep must lie in (0, 1], not {keep:g}")
-    norms = down_norms(model)
+    norms = [down_norms(block.mlp) for block in model.weights.blocks]
 
     def rule(a: Tensor, layer: int) -> Tensor:
         best = (a.abs() * norms[layer]).topk(max(1, round(keep * a.shape[1])), dim=1).indices
