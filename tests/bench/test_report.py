@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -20,9 +22,11 @@ from dejavu.bench.spread import Spread
 from dejavu.bench.table import decode_table, kernel_table
 from dejavu.errors import BackendError, InputError
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
-def text(renderable) -> str:
-    console = Console(width=200, record=True, file=StringIO())
+
+def text(renderable, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=StringIO())
     console.print(renderable)
     return console.export_text()
 
@@ -35,6 +39,20 @@ def test_decode_table_tells_arms_flags_and_what_is_missing(result):
     assert "* CTranslate2 int8: weights in int8, dense arm in fp32" in shown
     assert "ctranslate2 is missing: not installed" in shown
     assert "roofline" in shown
+
+
+@pytest.mark.parametrize("name", ["gpu-opt-66b", "bench-relu-30m"])
+def test_the_table_cuts_no_figure_in_80_columns(name):
+    result = BenchResult.from_json(json.loads((RESULTS / f"{name}.json").read_text()))
+    narrow = text(decode_table(result), 80)
+    assert "…" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    figures = re.compile(r"\d[\d.]*(?:-[\d.]+|%|x)")
+    assert figures.findall(narrow) == figures.findall(text(decode_table(result), 10_000))
+    for arm in result.arms:
+        spread = arm.ms_per_token
+        assert f" {spread.p10:.3g}-{spread.p90:.3g} " in narrow
+    assert ("of best" in narrow) == (result.roofline_ms is not None)
 
 
 def test_roofline_stands_in_the_table_of_a_large_model(result):

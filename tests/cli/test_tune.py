@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dejavu.cli.tune import tune as command
-from dejavu.errors import InputError
+from dejavu.errors import BackendError, InputError
 from pretend_gpu import pretend_gpu
 
 pytest.importorskip("triton")
@@ -67,9 +67,12 @@ def test_costs_are_kept_and_printed(
     assert str(costs_path("Some GPU")) in capsys.readouterr().out
 
 
-def test_what_cannot_be_tuned_is_refused() -> None:
-    with pytest.raises(InputError, match="nothing to tune"):
+def test_what_cannot_be_tuned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="only a GPU's kernels"):
         command(shape="opt-125m", device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendError, match="PyTorch finds no GPU here, and only a GPU's kernels"):
+        command(shape="opt-125m")
     with pytest.raises(InputError, match="MODEL or --shape"):
         command(model="x", shape="opt-125m")
     with pretend_gpu(), pytest.raises(InputError, match=r"--batches 17"):

@@ -226,20 +226,24 @@ def levels_table(plan: Plan) -> Table:
     table = Table(title="levels", caption=f"default: {plan.default_level}")
     columns: list[tuple[str, str, Callable[[Any], str]]] = [
         ("level", "level", str),
-        ("loss allowed", "max_loss", _percent),
-        ("perplexity / dense", "perplexity_ratio", "{:.4f}".format),
+        ("loss\nallowed", "max_loss", _percent),
+        ("perplexity\n/ dense", "perplexity_ratio", "{:.4f}".format),
         ("neurons", "neuron_density", _percent),
         ("heads", "head_density", _percent),
         ("inputs", "input_density", _percent),
         ("bytes", "weight_bytes", _percent),
         ("tokens/s", "tokens_per_second", "{:.0f}".format),
     ]
-    for title, _, _ in columns:
-        table.add_column(title, justify="left" if title == "level" else "right")
-    for name, level in plan.levels.items():
-        known: dict[str, Any] = {"level": name, "max_loss": level.max_loss} | level.report
+    known: list[dict[str, Any]] = [
+        {"level": name, "max_loss": level.max_loss} | level.report
+        for name, level in plan.levels.items()
+    ]
+    columns = [c for c in columns if any(level.get(c[1]) is not None for level in known)]
+    for title, key, _ in columns:
+        table.add_column(title, justify="left" if key == "level" else "right")
+    for level in known:
         table.add_row(
-            *("-" if known.get(key) is None else form(known[key]) for _, key, form in columns)
+            *("-" if level.get(key) is None else form(level[key]) for _, key, form in columns)
         )
     return table
 
