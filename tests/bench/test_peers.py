@@ -13,9 +13,10 @@ import torch
 from dejavu.bench.arms import engine_arms
 from dejavu.bench.export import export
 from dejavu.bench.peer_programs import CTranslate2, Generate, Transformers
-from dejavu.bench.peers import _Worker, open_peer, parse_peer
+from dejavu.bench.peers import _Worker, check_peers, open_peer, parse_peer
 from dejavu.bench.subject import make_prompts, random_subject
 from dejavu.errors import BackendError, InputError
+from dejavu.kernels.device import CPU
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import load_model
@@ -138,6 +139,17 @@ def test_names():
         parse_peer("vllm")
     with pytest.raises(InputError, match="dtype of transformers"):
         parse_peer("transformers:int8")
+
+
+def test_peers_are_asked_for_where_they_run(monkeypatch):
+    check_peers(("transformers", "transformers-generate:bf16"), CPU)
+    with pytest.raises(BackendError, match=r"peers transformers-static: .* on cuda only"):
+        check_peers(("transformers", "transformers-static"), CPU)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(BackendError, match=r"peers ctranslate2:int8: .*dejavu-llm\[peers\]"):
+        check_peers(("ctranslate2:int8",), CPU)
+    with pytest.raises(InputError, match="unknown peer"):
+        check_peers(("vllm",), CPU)
 
 
 def test_the_parent_stays_free_of_them():

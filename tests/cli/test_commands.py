@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def test_generate_several_with_the_plan(tmp_path: Path) -> None:
     assert [len(c["token_ids"]) for c in found["completions"]] == [5, 5]
     assert 0.0 < found["completions"][0]["density"] < 0.9
     assert found["whole_layers"] == 0.0  # a CPU always chooses
+
+
+def test_an_answer_that_the_context_ends_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompt = ("generate", "relu-30m", "--prompt", "word " * 500)
+    for more in ((), ("--json", "-")):
+        assert run(*prompt, "-n", 1000, *more) == 0
+        found = re.search(
+            r"after (\d+) of 1000 tokens .*'s (\d+) it .* context of 512", capsys.readouterr().err
+        )
+        assert found is not None
+        assert int(found[1]) + int(found[2]) == 512
+    assert run(*prompt, "-n", 1) == 0
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_chat_says_at_once_that_a_model_cannot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dejavu import load
+
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    assert run("chat", "relu-30m") == 1
+    assert "relu-30m has no chat template" in capsys.readouterr().err
 
 
 def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +238,8 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("generate", "relu-30m", "--prompt", "a", "--temperature", "-1"), "temperature"),
         (("generate", "relu-30m", "--prompt", "a", "--dtype", "fp8"), "fp8"),
         (("generate", "relu-30m", "--prompt", "a", "--level", "fast"), "plan"),
+        (("generate", "relu-30m", "--prompt", "a", "--stop", ""), "--stop ''"),
+        (("generate", "relu-30m", "--prompt", "a", "--top-k", "-2"), "--top-k must"),
         (("generate", "relu-30m", "--prompt", "a", "--plan", "nowhere//x"), "nowhere"),
         (("generate", "relu-30m", "--prompt", "a", "--plan", str(MODEL)), "plan.json"),
         (("generate", "relu-30m", "--prompt", "word " * 600), "512"),
@@ -219,11 +247,24 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("eval", "relu-30m", "--policy", "tpok:keep=0.1"), "topk"),
         (("eval", "relu-30m", "--plan", "relu-30m", "--level", "turbo"), "balanced"),
         (("measure", "relu-30m", "--densities", "0.5,x"), "--densities"),
+        (("measure", "relu-30m", "--densities", ""), "--densities: '' names nothing"),
+        (("measure", "relu-30m", "--densities", "2"), "--densities: 2"),
+        (("bench", "relu-30m", "--densities", ","), "--densities: ',' names nothing"),
+        (("bench", "relu-30m", "--peers", "transformers-static"), "--peers transformers-static"),
+        (("bench", "relu-30m", "--kernels", "--plot", "a.png"), "--plot: not with --kernels"),
+        (
+            ("bench", "relu-30m", "--peers", "none", "--prompt-tokens", "500"),
+            "at most --prompt-tok",
+        ),
+        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "200"), "'200' is 20000%"),
+        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "5%"), "larger --fast-loss"),
+        (("prepare", "relu-30m", "--out", "plan", "--ranks", "a,b"), "whole numbers like 8,16"),
+        (("prepare", "relu-30m", "--out", "plan", "--predictor", "x"), "'x'"),
         (("bench",), "--shape"),
         (("bench", "--shape", "opt-1.3"), "opt-1.3b"),
         (("bench", "relu-30m", "--levels", "fast"), "--plan"),
         (("prepare", "relu-30m", "--out", "plan", "--max-loss", "much"), "--max-loss"),
-        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "-1%"), "max_loss"),
+        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "-1%"), "--max-loss: '-1%'"),
         (("plan", "show", "nowhere//x"), "nowhere"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dejavu.cli import options
+
+if TYPE_CHECKING:
+    from dejavu import Completion
 
 
 def chat(
@@ -38,7 +41,17 @@ def chat(
       dejavu chat HuggingFaceTB/SmolLM2-135M-Instruct --system "You are terse."
     """
     from dejavu import LLM
+    from dejavu.cli.output import note_full_context
+    from dejavu.engine.codec import Codec
+    from dejavu.errors import InputError
+    from dejavu.weights.checkpoint import open_checkpoint
+    from dejavu.weights.tokenizer import load_tokenizer
 
+    if not Codec(load_tokenizer(open_checkpoint(model))).can_chat:  # before weights are read
+        raise InputError(
+            f"{model} has no chat template, so it cannot chat: give a model that was tuned for it, "
+            "or let `dejavu generate` continue a text"
+        )
     llm = LLM(
         model,
         plan=plan,
@@ -64,11 +77,14 @@ def chat(
             break
         messages.append({"role": "user", "content": line})
         answer = ""
+        completions: list[Completion] = []
         try:
             for chunk in llm.chat(messages, params, stream=True):
                 answer += chunk.text
                 print(chunk.text, end="", flush=True)
+                completions = [chunk.completion] if chunk.completion is not None else []
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         print()
+        note_full_context(completions, max_tokens, llm.engine.max_model_len)
         messages.append({"role": "assistant", "content": answer})

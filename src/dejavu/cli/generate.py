@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dejavu.cli import options
+
+if TYPE_CHECKING:
+    from dejavu import Completion
 
 
 def generate(
@@ -46,7 +49,7 @@ def generate(
       dejavu generate ./my-llama --prompt "Hello" --prompt "Bonjour" --json out.json
     """
     from dejavu import LLM
-    from dejavu.cli.output import write_json
+    from dejavu.cli.output import note_full_context, write_json
     from dejavu.errors import InputError
 
     if not prompt:
@@ -68,15 +71,19 @@ def generate(
         whole_layers=whole_layers,
     )
     quiet = json_file is not None and str(json_file) == "-"
+    completions: list[Completion] = []
     if len(prompts) == 1 and json_file is None:
         for chunk in llm.stream(prompts[0], params):
             print(chunk.text, end="", flush=True)
+            completions = [chunk.completion] if chunk.completion is not None else []
         print()
+        note_full_context(completions, max_tokens, llm.engine.max_model_len)
         return
     completions = llm.generate(prompts, params)
     if not quiet:
         for text, completion in zip(prompts, completions, strict=True):
             print(f"{text}{completion.text}\n" if len(prompts) > 1 else completion.text)
+    note_full_context(completions, max_tokens, llm.engine.max_model_len)
     write_json(
         {
             "model": model,

@@ -114,7 +114,9 @@ MaxTokens = Annotated[
 ]
 Temperature = Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Sample among the k likeliest; 0: all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample within this probability mass.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Sample within this probability mass; 1: all.")
+]
 MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens under this share of the best.")]
 RepetitionPenalty = Annotated[
     float, typer.Option("--repetition-penalty", help="Above 1 discourages repeating; 1: off.")
@@ -143,9 +145,16 @@ def sampling_params(
     seed: int | None,
     stop: list[str] | None,
 ) -> SamplingParams:
-    """The sampling options as the engine takes them; it checks them and names a bad one."""
-    from dejavu.engine.sampling import SamplingParams
+    """The sampling options as the engine takes them; it checks them and names a bad one.
 
+    Raises InputError for an empty stop string too: of an API's client it is a form left empty, of
+    somebody who typed it a mistake.
+    """
+    from dejavu.engine.sampling import SamplingParams
+    from dejavu.errors import InputError
+
+    if stop and "" in stop:
+        raise InputError("--stop '': an empty string stops nothing; leave it out")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

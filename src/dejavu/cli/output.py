@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -14,6 +14,8 @@ from dejavu.errors import DejavuError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dejavu.engine.output import Completion
 
 _UNCUT = 10_000  # columns; no table of ours needs them
 _EVERY = 10.0  # seconds between two lines of progress
@@ -35,6 +37,22 @@ def fail(error: Exception) -> int:
         error = DejavuError(f"{where}{error.strerror}")
     print(f"error: {error}", file=sys.stderr)
     return 1
+
+
+def note_full_context(
+    completions: Sequence[Completion], max_tokens: int | None, context: int
+) -> None:
+    """Say on stderr which answers the context ended before `max_tokens` did."""
+    for number, completion in enumerate(completions, 1):
+        made = completion.completion_tokens
+        if completion.finish_reason == "length" and made != max_tokens:
+            which = f"answer {number}" if len(completions) > 1 else "the answer"
+            wanted = "" if max_tokens is None else f" of {max_tokens}"
+            print(
+                f"note: {which} stops after {made}{wanted} tokens (finish reason length): with the "
+                f"prompt's {completion.prompt_tokens} it fills the context of {context}",
+                file=sys.stderr,
+            )
 
 
 def quiet(json_file: Path | None) -> bool:
