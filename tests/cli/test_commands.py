@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from dejavu.cli.app import app
 from dejavu.embedded import MODEL, PLAN
 
 from .conftest import run
 
 COMMANDS = [
+    "plan",
+    "plan show",
+    "plan level",
+    "plan count",
+    "plan push",
+    "plan pull",
+    "tune",
     "demo",
     "generate",
     "chat",
@@ -39,9 +48,23 @@ def run_json(path: Path, *argv: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command, "--help") == 0
-    assert f"dejavu {command}" in capsys.readouterr().out
+def test_help_has_true_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command.split(), "--help") == 0
+    shown = capsys.readouterr().out.partition("Example")[2]
+    assert f"dejavu {command}" in shown
+    examples = shown.partition("\n╭")[0].replace("\n", " ").split(" dejavu ")[1:]
+    for example in examples:
+        words = example.split()
+        name = " ".join(words[:2] if words[0] == "plan" else words[:1])
+        flags = _flags(name)
+        assert flags >= {word for word in words if word.startswith("-") and word != "-"}, example
+
+
+def _flags(command: str) -> set[str]:
+    found: Any = typer.main.get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    return {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)}
 
 
 def test_help_is_cheap() -> None:
@@ -215,13 +238,14 @@ def test_quantize_the_quantised_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("quantize", MODEL, "--out", tmp_path / "q") == 1
-    assert "quantised already" in capsys.readouterr().err
+    assert "quantised already, to int8: use it as it is" in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(tmp_path / "v.json", "verify", "relu-30m", "--plan", "relu-30m")
     assert found["identity"].startswith("d31fc6e1")
+    assert found["without_hash"] == []
     folder = shutil.copytree(PLAN, tmp_path / "plan")
     content = json.loads((folder / "plan.json").read_text())
     content["base_model"]["identity"] = "0" * 64
@@ -266,6 +290,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("prepare", "relu-30m", "--out", "plan", "--max-loss", "much"), "--max-loss"),
         (("prepare", "relu-30m", "--out", "plan", "--max-loss", "-1%"), "--max-loss: '-1%'"),
         (("plan", "show", "nowhere//x"), "nowhere"),
+        (("plan", "show", str(PLAN.parent)), "there is no plan.json in that folder; plans are"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
 )

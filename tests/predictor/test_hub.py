@@ -115,7 +115,8 @@ def test_pull_of_what_is_not_there(
 ) -> None:
     assert run("pull", "org/none", "--out", tmp_path / "out") == 1
     assert "'org/none'" in (shown := capsys.readouterr().err)
-    assert "RepositoryNotFound" in shown
+    assert "there is no such repository" in shown
+    assert shown.count("\n") == 1
     hub.repos[REPO] = {"plan.json": b"{}"}
     with pytest.raises(PlanError, match=r"no plan: it lacks predictors\.safetensors"):
         pull_plan(REPO)

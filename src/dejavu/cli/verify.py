@@ -55,10 +55,12 @@ def verify(
                 f"another model, or not what it was (identity {identity[:12]})"
             )
     if not quiet(json_file):
-        found = "every block has its checksum" if bundled else "every tensor is finite"
+        found = "every tensor is finite" + ("" if unknown else ", every file has its hash")
+        if bundled:
+            found = "every block has its checksum"
         print(f"{model}: {found}, identity {identity[:12]}")
         if unknown:
-            print(f"no hash is known of {', '.join(unknown)}")
+            print(f"no hash is known of {', '.join(unknown)}, so that is all that was checked")
         if plan is not None:
             print(f"plan {plan}: undamaged, made for this model")
     write_json(

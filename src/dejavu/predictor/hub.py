@@ -17,7 +17,7 @@ def pull_plan(repo_id: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    from dejavu.weights.hub import hub_endpoint, is_hub_id
+    from dejavu.weights.hub import hub_endpoint, is_hub_id, refusal
 
     if not is_hub_id(repo_id):
         raise PlanError(
@@ -30,8 +30,8 @@ def pull_plan(repo_id: str) -> Path:
         )
     except Exception as error:  # network libraries have types of their own
         raise PlanError(
-            f"plan {repo_id!r}: there is no such folder, and the Hugging Face Hub did not give it "
-            f"({type(error).__name__}: {str(error).strip()})"
+            f"plan {repo_id!r}: there is no such folder, nor could it be had from the Hugging Face "
+            f"Hub: {refusal(error)}. Plans are made by `dejavu prepare MODEL --out FOLDER`"
         ) from error
     for name in FILES:
         if not (folder / name).is_file():

@@ -236,6 +236,11 @@ def _content(source: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
         folder = pull_plan(os.fspath(source))
     path = folder / PLAN_FILE
+    if not path.is_file():
+        raise PlanError(
+            f"plan {os.fspath(source)}: there is no {PLAN_FILE} in that folder; plans are made by "
+            "`dejavu prepare MODEL --out FOLDER`"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dejavu.errors import CheckpointError
 from dejavu.weights.layout import find_weights, shards_of_index
 
-__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "hub_endpoint", "is_hub_id", "snapshot"]
+__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "hub_endpoint", "is_hub_id", "refusal", "snapshot"]
 
 # Everything of a model that is not weights: configs, tokenizer, chat template, licence.
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
@@ -68,10 +68,26 @@ def snapshot(repo_id: str, revision: str | None = None) -> Path:
         wanted = repo_id if revision is None else f"{repo_id} (revision {revision})"
         raise CheckpointError(
             f"{wanted}: there is no such local folder or file, and no model of that name could be "
-            f"had from the Hugging Face Hub ({type(error).__name__}: {str(error).strip()}). Check "
-            "the spelling; a private or gated model needs HF_TOKEN, a download needs a network "
-            "and HF_HUB_OFFLINE unset"
+            f"had from the Hugging Face Hub: {refusal(error)}. Check the spelling; a private or "
+            "gated model needs HF_TOKEN, a download needs a network and HF_HUB_OFFLINE unset"
         ) from error
+
+
+def refusal(error: Exception) -> str:
+    """Why the Hub did not give something, in one line and without the library's advice."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "you have no access to that gated repository"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such repository, or it is private"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be reached, and nothing is cached"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def _cached(repo_id: str, revision: str | None) -> Path | None:

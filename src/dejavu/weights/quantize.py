@@ -95,7 +95,10 @@ def quantize_checkpoint(
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.quantization is not None:
-        raise InputError(f"{checkpoint.path} is quantised already; give the original model")
+        raise InputError(
+            f"{os.fspath(source)} is quantised already, to int8: use it as it is, or give the "
+            "original model"
+        )
     _check_destination(out)
     entry = {
         "format": "int8-row",
