@@ -41,7 +41,7 @@ def answers(loaded: LoadedModel, policy: str | None = None) -> list[list[int]]:
     while engine.running or engine.waiting:
         engine.step()
     assert [r.error for r in requests] == [None] * 3
-    assert all(isinstance(s, GraphStep) for s in engine._steps.values()) == (
+    assert all(isinstance(arm.step, GraphStep) for arm in engine.arms.values()) == (
         loaded.model.device == DEVICE
     )
     return [r.token_ids for r in requests]

@@ -142,7 +142,7 @@ def test_who_is_aborted_meanwhile_writes_to_nobody_elses_blocks(loaded: LoadedMo
         engine.step()
     truth = request.token_ids
     step = engine._prompts
-    assert step is not None
+    assert isinstance(step, PromptStep)
     sound, gone = (engine.add(ids, SamplingParams(max_tokens=3)) for ids in (kept, dropped))
     run, calls = step._step, []
 

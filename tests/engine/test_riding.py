@@ -102,7 +102,7 @@ def test_a_gpu_writes_the_same_text(distance: float, lazy: bool, tiny: Callable[
     for fuse in (False, True):
         selector = plan(loaded.model, distance)
         engine = Engine(loaded, selector, max_batch=2, lazy_kv=lazy, whole_layers=False)
-        step = engine._steps["default"]
+        step = engine.arms["default"].step
         assert isinstance(step, GraphStep)
         step._ops.fuse = fuse  # type: ignore[attr-defined]
         requests = [

@@ -294,7 +294,7 @@ def test_a_gpu_writes_the_same_text_with_layers_computed_whole(
             engine.step()
         assert [r.error for r in requests] == [None] * rows
         texts.append([r.token_ids for r in requests])
-        step = engine._steps["default"]
+        step = engine.arms["default"].step
         assert isinstance(step, GraphStep)
         chosen = {whole for _, _, whole, _ in step._graphs}
         assert chosen == ({Layers(), Layers({1})} if whole_layers else {Layers()})
@@ -309,7 +309,7 @@ def test_counting_waits_for_nothing(tiny: Callable[..., Tiny]) -> None:
     request = engine.add(prompt(5), SamplingParams(max_tokens=60, ignore_eos=True))
     for _ in range(12):
         engine.step()
-    step = engine._steps["default"]
+    step = engine.arms["default"].step
     assert isinstance(step, GraphStep)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -274,17 +274,17 @@ def test_a_failed_step_ends_its_level_alone_and_the_next_answers_are_right(
 ) -> None:
     """It fails when its graph runs already and the next one may have begun."""
     served = serve_models(configured(lazy_kv=lazy_kv, whole_layers=False))[NAME]
-    step: Any = served.engine._steps["careful"]
-    draw, left = step._draw, 6
+    step: Any = served.engine.arms["careful"].step
+    draw, left = step._picked.draw, 6
 
-    def fail(samplers: Any) -> None:
+    def fail(logits: Any, samplers: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise RuntimeError("a failing kernel")
-        draw(samplers)
+        draw(logits, samplers)
 
-    step._draw = fail
+    step._picked.draw = fail
 
     async def scene(worker: Worker) -> Any:
         broken = jobs(served, "careful", PROMPTS[:3], 40)

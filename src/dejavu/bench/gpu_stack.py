@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dejavu.bench.kernels import MLPShape
-from dejavu.engine.graph_step import CudaGraphs
+from dejavu.engine.capture import CudaGraphs
 from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.selection import Selection
 

@@ -1,4 +1,4 @@
-"""Which kernels and which kind of decode step a model runs on: by the device of its weights."""
+"""What reads a model's prompts and what decodes: by the device and the dtype of its weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch import Tensor
 
 from dejavu.engine.decode_step import DecodeStep
 from dejavu.engine.graph_step import GraphStep
+from dejavu.engine.prompt_pass import PromptPass
+from dejavu.engine.prompt_step import Piece, PromptStep
 from dejavu.engine.sampling import Picked, Sampler
 from dejavu.engine.scheduler import Request
 from dejavu.engine.whole_layers import WholeLayers
 from dejavu.errors import BackendError, InputError
 from dejavu.kernels.native import NativeOps
 from dejavu.kernels.ops import Ops
+from dejavu.kernels.prompt_rows import PromptRows
+from dejavu.kernels.reference import TorchOps
 from dejavu.models.base import DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache
@@ -48,6 +52,23 @@ class Step(Protocol):
         ...
 
 
+class PromptReader(Protocol):
+    """Computes prompts piece by piece: `PromptStep` for int8 models on the CPU, else `PromptPass`.
+
+    together: whether it gains by pieces of several prompts at once. least: tokens that a shorter
+    piece costs as much time as.
+    """
+
+    together: bool
+    least: int
+
+    def run(self, pieces: Sequence[Piece]) -> list[NDArray[np.float32]]:
+        """Compute them; keys and values enter the cache. Of each piece logits fp32
+        `[n, vocab_size]`: of all its tokens where they are wanted, else of the prompt's last one,
+        or of none or one before that."""
+        ...
+
+
 @runtime_checkable
 class Priced(Protocol):
     """Ops that know what an MLP costs on their device (`TritonOps`)."""
@@ -73,6 +94,35 @@ def decode_ops(model: DecoderLM, threads: int | None = None) -> Ops:
             f"(pip install triton): {error}"
         ) from error
     return TritonOps(model.device, model.cache_dtype)
+
+
+def prompt_reader(
+    model: DecoderLM,
+    cache: KVCache,
+    ops: Ops | None,
+    *,
+    threads: int | None,
+    max_length: int,
+    vocab_size: int,
+) -> PromptReader:
+    """For prompts of up to `max_length` tokens; logits end at `vocab_size`.
+
+    ops: None, the fastest there are; others run as they are, a step not recorded.
+    """
+    recorded = ops is None
+    if ops is None:
+        ops = _prompt_ops(model, threads)
+    if isinstance(ops, NativeOps) and PromptStep.suits(model):
+        return PromptStep(
+            model, cache, ops, max_length=max_length, vocab_size=vocab_size, recorded=recorded
+        )
+    return PromptPass(model, cache, ops, threads=threads, vocab_size=vocab_size)
+
+
+def _prompt_ops(model: DecoderLM, threads: int | None) -> Ops:
+    if model.device.type != "cpu":
+        return TorchOps()
+    return NativeOps(threads) if PromptStep.suits(model) else PromptRows(threads)
 
 
 def decode_step(

@@ -10,24 +10,24 @@ graph of a later step: there is one for each set of layers that are computed who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dejavu.engine.device_sampling import draw_rows
+from dejavu.engine.capture import Capture, Replay, capture_for
 from dejavu.engine.lazy_rows import KeyValues, LazyRows
-from dejavu.engine.next_step import PICKED, Begun, following, may_follow
+from dejavu.engine.next_step import PICKED, Begun, Variant, following, may_follow
+from dejavu.engine.picked_ids import PickedIds
 from dejavu.engine.sampling import Picked, Sampler, pick
 from dejavu.engine.scheduler import Request
 from dejavu.engine.staging import Staging
 from dejavu.engine.whole_layers import Layers, WholeLayers
 from dejavu.kernels.device import on
 from dejavu.kernels.ops import Ops
-from dejavu.kernels.reference import TorchOps
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import KVCache, blocks_for
 from dejavu.predictor.selector import PlanSelector
@@ -35,72 +35,6 @@ from dejavu.sparsity.meter import MeteredSelector
 from dejavu.sparsity.policy import Selector, Site
 
 BUCKETS = (1, 2, 4, 8, 16)
-_NOT_FINITE = -1  # in place of the id of a row whose logits are not
-
-Replay = Callable[[], Tensor]
-Capture = Callable[[Replay], Replay]
-"""From a forward to what repeats it: reads the same inputs, returns logits fp32 `[bucket, V]`."""
-
-
-@runtime_checkable
-class Picking(Protocol):
-    """Ops with a kernel for the end of a step."""
-
-    def pick(self, logits: Tensor, out: Tensor) -> None:
-        """out int64 `[N]` = each row's likeliest id of fp32 `[N, V]`; `_NOT_FINITE` where one of
-        its logits is not."""
-        ...
-
-    def follow(self, ids: Tensor, picked: Tensor) -> None:
-        """Where ids, int64 `[B]`, are below 0: those picked, int64 `[N]`, row for row and from N on
-        the last one's; 0 where that is below 0, too."""
-        ...
-
-
-class CudaGraphs:
-    """Captures forwards into CUDA graphs that share one pool of memory.
-
-    They may: no replay leaves anything behind but the results, which stay referenced, and replays
-    run one after the other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __call__(self, forward: Replay) -> Replay:
-        with on(self._device):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            # Once outside of the capture: kernels are compiled and tuned, workspaces made.
-            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                forward()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (a server loads, or answers on another GPU) may go on meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-            ):
-                logits = forward()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        return replay
-
-
-def capture_for(ops: Ops, device: torch.device) -> Capture | None:
-    """How steps of these ops are captured; None: they are not (plain PyTorch waits for the device).
-
-    Without a GPU a forward stands for its graph: it runs again, over the same padded rows.
-    """
-    if isinstance(ops, TorchOps):
-        return None
-    return CudaGraphs(device) if device.type == "cuda" else lambda forward: forward
 
 
 class GraphStep:
@@ -155,18 +89,7 @@ class GraphStep:
             },
         )
         self._lazy = LazyRows(model, most) if lazy_kv else None
-        self._draws = Staging(
-            model.device,
-            {
-                "uniform": ((most,), torch.float64),
-                "top_k": ((most,), torch.int64),
-                "temperature": ((most,), torch.float32),
-                "top_p": ((most,), torch.float32),
-                "min_p": ((most,), torch.float32),
-            },
-        )
-        self._picked = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self._fetched = torch.zeros(most, dtype=torch.int64, pin_memory=model.device.type == "cuda")
+        self._picked = PickedIds(most, ops, model.device)
         self._whole = whole_layers if isinstance(selector, PlanSelector) else None
         self._whole_heads = whole_heads if isinstance(selector, PlanSelector) else None
         shape = 2, model.config.num_hidden_layers  # neurons, heads
@@ -181,7 +104,7 @@ class GraphStep:
         if model.device.type == "cuda":
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._seats: tuple[list[Request], int] = [], 0
-        self._graphs: dict[tuple[int, KeyValues, Layers, Layers], Replay] = {}
+        self._graphs: dict[Variant, Replay] = {}
 
     def run(self, requests: Sequence[Request]) -> Tensor:
         """Start a step: logits fp32 `[B, V]` after each request's latest token, on the device.
@@ -194,13 +117,13 @@ class GraphStep:
             assert begun is not None
         self._running = begun
         rows = len(requests)
-        if isinstance(self._selector, PlanSelector):  # the step before may have had others
-            self._selector.whole, self._selector.whole_heads = begun.whole, begun.whole_heads
+        self._tell(begun.variant)  # the forward that was begun last may have been another's
         if isinstance(self._selector, MeteredSelector):
             c = self._model.config
-            whole = {(Site.NEURONS, layer): c.intermediate_size for layer in begun.whole}
-            whole |= {(Site.HEADS, layer): c.num_key_value_heads for layer in begun.whole_heads}
-            self._selector.meter.stepped(rows, lazy=begun.kind == "used", whole=whole)
+            variant = begun.variant
+            whole = {(Site.NEURONS, layer): c.intermediate_size for layer in variant.whole}
+            whole |= {(Site.HEADS, layer): c.num_key_value_heads for layer in variant.whole_heads}
+            self._selector.meter.stepped(rows, lazy=variant.kind == "used", whole=whole)
         self._logits = begun.logits[:rows]
         return self._logits
 
@@ -216,8 +139,8 @@ class GraphStep:
         assert running is not None
         assert rows == len(running.requests)
         with on(self._model.device):
-            self._draw(samplers)
-            self._fetched.copy_(self._picked, non_blocking=True)
+            self._picked.draw(self._logits, samplers)
+            self._picked.send()
             if self._counts_listed:
                 self._fetched_listed.copy_(self._listed, non_blocking=True)
             if self._ready is not None:
@@ -226,16 +149,12 @@ class GraphStep:
                 self._begun = self._begin(running.requests, following(running.requests), 1)
             if self._ready is not None:
                 self._ready.synchronize()
-        neurons, heads = self._fetched_listed.numpy()
-        if self._whole is not None:
-            self._whole.note(running.bucket, neurons, running.whole)
-        if self._whole_heads is not None and running.kind == "all":
-            self._whole_heads.note(running.bucket, heads, running.whole_heads)
+        self._note(running.variant)
         found: list[Picked] = []
         for row, (sampler, token) in enumerate(
-            zip(samplers, self._fetched[:rows].tolist(), strict=True)
+            zip(samplers, self._picked.arrived(rows), strict=True)
         ):
-            if sampler is None or token == _NOT_FINITE:
+            if sampler is None or token is None:
                 found.append(None)
             else:
                 found.append(token if sampler.plain else pick(sampler, self.row(row)))
@@ -252,74 +171,57 @@ class GraphStep:
         """Rows of the step that so many requests take, padding included."""
         return rows if self._capture is None else next(b for b in self._buckets if b >= rows)
 
-    def _draw(self, samplers: Sequence[Sampler | None]) -> None:
-        """Replace the likeliest ids by drawn ones where a sampler wants that."""
-        rows = len(samplers)
-        drawing = [
-            (row, s)
-            for row, s in enumerate(samplers)
-            if s is not None and s.plain and not s.params.greedy
-        ]
-        if not drawing:
-            return
-        host, device = self._draws.host(), self._draws.device
-        host["temperature"][:rows] = 0.0
-        for row, sampler in drawing:
-            p = sampler.params
-            host["uniform"][row] = sampler.uniform()
-            host["temperature"][row], host["top_k"][row] = p.temperature, p.top_k or self._vocab
-            host["top_p"][row], host["min_p"][row] = p.top_p, p.min_p
-        self._draws.send()
-        names = ("temperature", "top_k", "top_p", "min_p", "uniform")
-        ids = draw_rows(self._logits, *(device[name][:rows] for name in names))
-        picked = self._picked[:rows]
-        drawn = (device["temperature"][:rows] > 0) & (picked != _NOT_FINITE)
-        picked.copy_(torch.where(drawn, ids, picked))
-
     def _begin(self, requests: Sequence[Request], ids: list[int], more: int) -> Begun | None:
         """Send off a step of requests that are `more` tokens longer by then. ids: that it reads;
         `PICKED`: what the step before picks for the row. None where that one has no graph yet."""
         rows = len(requests)
         lengths = [r.length + more for r in requests]
+        variant = self._variant(requests)
+        if more and variant not in self._graphs:
+            return None
+        bucket = variant.rows
         with on(self._model.device):
-            bucket = self.width(rows)
-            kind: KeyValues = "all"
-            if self._lazy is not None:
-                kind = self._lazy.kind(requests)
-            whole = Layers() if self._whole is None else self._whole.of(bucket)
-            whole_heads = Layers()
-            if self._whole_heads is not None and kind == "all":  # else keys are owed
-                whole_heads = self._whole_heads.of(bucket)
-            key = bucket, kind, whole, whole_heads
-            if more and key not in self._graphs:
-                return None
             self._write(requests, bucket, ids, lengths)
             if self._lazy is not None:
                 slots = self._inputs.host()["slots"]
                 slots[:rows] = self._lazy.seat(requests)
                 slots[rows:bucket] = slots[rows - 1]
-                self._lazy.stepped(requests, kind)
+                self._lazy.stepped(requests, variant.kind)
             self._inputs.send()
             if PICKED in ids:
-                self._follow(bucket, rows)
+                self._picked.follow(self._inputs.device["ids"][:bucket], rows)
             self._model.prepare(max(lengths))
             if self._capture is None:
-                logits = self._forward(*key)
+                logits = self._forward(variant)
             else:
-                graph = self._graphs.get(key)
-                if graph is None:
-                    graph = self._graphs[key] = self._captured(*key)
-                logits = graph()
-        return Begun(list(requests), lengths, ids, *key, logits)
+                if variant not in self._graphs:
+                    self._graphs[variant] = self._captured(self._capture, variant)
+                logits = self._graphs[variant]()
+        return Begun(list(requests), lengths, ids, variant, logits)
 
-    def _follow(self, bucket: int, rows: int) -> None:
-        """Put what was picked where ids are `PICKED`."""
-        ids, picked = self._inputs.device["ids"][:bucket], self._picked[:rows]
-        if isinstance(self._ops, Picking):
-            self._ops.follow(ids, picked)
-        else:
-            padded = torch.cat([picked, picked[-1:].expand(bucket - rows)]).clamp_min(0)
-            ids.copy_(torch.where(ids < 0, padded, ids))
+    def _variant(self, requests: Sequence[Request]) -> Variant:
+        """What the next step of these requests computes."""
+        bucket = self.width(len(requests))
+        kind: KeyValues = "all" if self._lazy is None else self._lazy.kind(requests)
+        whole = whole_heads = Layers()
+        if self._whole is not None:
+            whole = self._whole.of(bucket)
+        if self._whole_heads is not None and kind == "all":  # else keys are owed
+            whole_heads = self._whole_heads.of(bucket)
+        return Variant(bucket, kind, whole, whole_heads)
+
+    def _note(self, variant: Variant) -> None:
+        """Let later steps be chosen by what one has listed, which is on the host by now."""
+        neurons, heads = self._fetched_listed.numpy()
+        if self._whole is not None:
+            self._whole.note(variant.rows, neurons, variant.whole)
+        if self._whole_heads is not None and variant.kind == "all":
+            self._whole_heads.note(variant.rows, heads, variant.whole_heads)
+
+    def _tell(self, variant: Variant) -> None:
+        """Let the selector know what is computed without asking it."""
+        if isinstance(self._selector, PlanSelector):
+            self._selector.whole, self._selector.whole_heads = variant.whole, variant.whole_heads
 
     def _write(
         self, requests: Sequence[Request], bucket: int, ids: list[int], lengths: list[int]
@@ -342,12 +244,11 @@ class GraphStep:
         for name in ("ids", "positions", "lengths"):
             host[name][rows:bucket] = host[name][rows - 1]
 
-    def _captured(self, rows: int, kind: KeyValues, whole: Layers, whole_heads: Layers) -> Replay:
+    def _captured(self, capture: Capture, variant: Variant) -> Replay:
         """Capture the forward; what its trial run counts is taken back."""
-        assert self._capture is not None
         meter = self._selector.meter if isinstance(self._selector, MeteredSelector) else None
         before = None if meter is None else meter.snapshot()
-        replay = self._capture(lambda: self._forward(rows, kind, whole, whole_heads))
+        replay = capture(lambda: self._forward(variant))
         if meter is not None and before is not None:
             meter.restore(before)
         return replay
@@ -356,32 +257,25 @@ class GraphStep:
     def _counts_listed(self) -> bool:
         return self._whole is not None or self._whole_heads is not None
 
-    def _forward(self, rows: int, kind: KeyValues, whole: Layers, whole_heads: Layers) -> Tensor:
+    def _forward(self, variant: Variant) -> Tensor:
         """Logits fp32 `[rows, vocab_size]`; each row's likeliest id goes to `_picked`."""
-        if isinstance(self._selector, PlanSelector):
-            self._selector.whole, self._selector.whole_heads = whole, whole_heads
-        device = self._inputs.device
+        self._tell(variant)
+        rows, device = variant.rows, self._inputs.device
         if isinstance(self._selector, MeteredSelector):
             self._selector.meter.live = device["live"]
+        deferred = None
+        if self._lazy is not None:
+            deferred = self._lazy.deferral(variant.kind, device["slots"][:rows])
         batch = Batch(
             device["ids"][:rows],
             device["positions"][:rows],
             device["block_table"][:rows],
             device["lengths"][:rows],
-            deferred=None
-            if self._lazy is None
-            else self._lazy.deferral(kind, device["slots"][:rows]),
+            deferred=deferred,
         )
         logits = self._model.forward(batch, self._cache, self._selector, self._ops)
         if self._counts_listed and isinstance(self._selector, PlanSelector):
             self._selector.count_listed(rows, out=self._listed)
         logits = logits[:, : self._vocab].contiguous()
-        if isinstance(self._ops, Picking):
-            self._ops.pick(logits, self._picked[:rows])
-            return logits
-        lowest, highest = logits.aminmax(dim=1)
-        # Infinite or NaN where any logit is: one comparison tells.
-        broken = (highest - lowest < torch.inf).logical_not_()
-        # Not torch.where, which may copy its scalar to the device: no graph can hold that.
-        self._picked[:rows] = self._ops.argmax(logits).masked_fill(broken, _NOT_FINITE)
+        self._picked.take_likeliest(logits)
         return logits

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,16 @@ from dejavu.engine.whole_layers import Layers
 PICKED = -1  # in place of an id: the one that the step before picks
 
 
+class Variant(NamedTuple):
+    """What a step computes, a graph for each. rows: with padding. whole, whole_heads: layers whose
+    neurons, or heads, are all computed where the selector would choose."""
+
+    rows: int
+    kind: KeyValues
+    whole: Layers
+    whole_heads: Layers
+
+
 @dataclass(eq=False)
 class Begun:
     """A step under way. ids: what it reads, one a request; `PICKED` until that is known."""
@@ -28,10 +39,7 @@ class Begun:
     requests: list[Request]
     lengths: list[int]
     ids: list[int]
-    bucket: int
-    kind: KeyValues
-    whole: Layers
-    whole_heads: Layers
+    variant: Variant
     logits: Tensor
 
     def learn(self, picked: Sequence[Picked]) -> None:

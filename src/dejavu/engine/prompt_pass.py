@@ -20,6 +20,9 @@ from dejavu.sparsity.policy import Dense
 class PromptPass:
     """Computes pieces of prompts of any model; for what `PromptStep` does not suit."""
 
+    together = False
+    least = 32  # tokens that a shorter piece costs as much time as
+
     def __init__(
         self, model: DecoderLM, cache: KVCache, ops: Ops, *, threads: int | None, vocab_size: int
     ) -> None:

@@ -74,6 +74,9 @@ class PromptStep:
     """Computes pieces of prompts of models whose matrices are all int8, the only ones for which
     these kernels beat torch's products of many rows."""
 
+    together = True
+    least = 1
+
     def __init__(
         self,
         model: DecoderLM,

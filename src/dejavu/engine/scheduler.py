@@ -45,7 +45,7 @@ class BlockPool(Protocol):
 class Request:
     """One sequence from prompt to end; `token_ids` grows while it runs.
 
-    limit: tokens, prompt and answer together, at which the answer ends.
+    limit: tokens, prompt and answer together, at which the answer ends; ends: tokens that end it.
     token_ids: the answer so far, an end token included.
     finish_reason: "stop" after an end token, "length" at the limit; None while it runs, and after
         an error or an abort.
@@ -66,6 +66,7 @@ class Request:
 
     prompt: tuple[int, ...]
     limit: int
+    ends: frozenset[int] = frozenset()
     client: str = ""
     arm: str = ""
     watched: bool = False

@@ -151,8 +151,8 @@ class _Gauges(Collector):
             waiting.add_metric([one.name], engine.waiting)
             blocks.add_metric([one.name, "free"], engine.free_blocks)
             blocks.add_metric([one.name, "used"], engine.cache_blocks - engine.free_blocks)
-            for level, selector in engine.selectors.items():
-                steps = engine.steps[level]
+            for level, arm in engine.arms.items():
+                selector, steps = arm.selector, arm.steps
                 if steps == 0 or not isinstance(selector, MeteredSelector):
                     continue
                 neurons, heads = densities(one, selector)
