@@ -4,6 +4,7 @@ a request, it gets what it gets alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,50 @@ def test_arms_side_by_side_give_the_bits_of_each_alone(loaded: LoadedModel, plan
     assert by_arm["exact"] == by_arm["dense"] != by_arm["fast"]
     with pytest.raises(InputError, match="unknown arm 'slow'"):
         together.add([5], params, arm="slow")
+
+
+@pytest.mark.parametrize("failing", ["mlp", "attention", "combine"])
+def test_what_fails_within_a_forward_leaves_nothing_behind(
+    failing: str, loaded: LoadedModel, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a step is recorded, in the middle of the model: the next answers have their bits."""
+    ops = NativeOps(threads=1)
+    arms = {"fast": plan.selector(loaded, "fast"), "dense": Dense()}
+    engine = Engine(loaded, arms=arms, ops=ops)
+    params, ids = SamplingParams(max_tokens=12, logprobs=1), prompt(9)
+
+    def said(arm: str, rows: int) -> list[tuple[object, ...]]:
+        requests = [engine.add(ids, params, arm=arm) for _ in range(rows)]
+        finish(engine)
+        assert [request.error for request in requests] == [None] * rows
+        return [(request.token_ids, request.logprobs) for request in requests]
+
+    expected = said("fast", 1)
+    record, calls = ops.recorder, 0
+
+    def recorder() -> Any:
+        made = record()
+        op = getattr(made, failing)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 4:
+                raise RuntimeError("a failing op")
+            return op(*args, **options)
+
+        monkeypatch.setattr(made, failing, counted)
+        return made
+
+    monkeypatch.setattr(ops, "recorder", recorder)
+    broken = [engine.add(ids, params, arm="fast") for _ in range(2)]
+    sound = engine.add(ids, params, arm="dense")
+    finish(engine)
+    assert sound.error is None
+    assert len(sound.token_ids) == 12
+    assert ["a failing op" in str(request.error) for request in broken] == [True] * 2
+    assert said("fast", 2) == expected * 2
+    assert engine.free_blocks == engine.cache_blocks
 
 
 def test_activity_is_the_selection_of_every_row(loaded: LoadedModel, plan: Plan) -> None:

@@ -20,7 +20,7 @@ from dejavu import LLM, SamplingParams
 from dejavu.cli import main
 from dejavu.errors import DejavuError, InputError
 from dejavu.serve import batch_files
-from dejavu.serve.batch import Summary, run_batch
+from dejavu.serve.batch import Summary, _fingerprint, run_batch
 from dejavu.serve.settings import Settings, settings
 
 from .process import until
@@ -97,8 +97,8 @@ def test_answers_are_those_of_llm_in_the_order_of_the_input(
 def test_chats_and_several_answers(tiny: Settings, write: Write, tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    many = line("Once", body={"n": 2, "prompt": ["Once"] * 8})
-    run_batch(tiny, write(chat, *[many] * 12), tmp_path / "out.jsonl")
+    many = [line(body={"n": 2, "prompt": ["Once"] * 8}, custom_id=str(n)) for n in range(12)]
+    run_batch(tiny, write(chat, *many), tmp_path / "out.jsonl")
     first, *others = read(tmp_path / "out.jsonl")
     assert first["response"]["body"]["object"] == "chat.completion"
     assert first["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
@@ -141,7 +141,7 @@ def test_bad_lines_are_errors_in_their_place(
     asked: list[dict[str, Any] | bytes] = [line()]
     asked += [entry for entry, _ in BAD.values()]
     asked += [b"", b"  \r", b"x" * 500_000]
-    asked += [entry for entry, _, _ in REFUSED.values()]
+    asked += [entry | {"custom_id": name} for name, (entry, _, _) in REFUSED.items()]
     asked += [line("last", custom_id=None)]
     summary = run_batch(tiny, write(*asked), tmp_path / "out.jsonl")
     first, *found, last = read(tmp_path / "out.jsonl")
@@ -171,10 +171,19 @@ def test_a_mark_at_the_beginning_and_no_end_of_line(
     assert run_batch(tiny, source, tmp_path / "out.jsonl").errors == 0
 
 
-def test_nothing_asked(tiny: Settings, write: Write, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert run_batch(tiny, write(), tmp_path / "out.jsonl") == Summary(0)
-        assert (tmp_path / "out.jsonl").read_bytes() == b""
+def test_an_input_that_asks_nothing_or_is_ambiguous_is_refused(
+    tiny: Settings, write: Write, tmp_path: Path
+) -> None:
+    nameless = line("a", custom_id=None)
+    for asked, message in (
+        ([], "holds no requests"),
+        ([b"", b"  "], "holds no requests"),
+        ([line("a"), nameless, nameless, line("b"), line("a")], r"lines 1 and 5 .* 'a'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_batch(tiny, write(*asked), tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert run_batch(tiny, write(nameless, nameless), tmp_path / "out.jsonl").lines == 2
 
 
 def test_a_folder_is_no_place_for_answers(tiny: Settings, write: Write, tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ def test_what_is_not_ours_is_left_alone(tiny: Settings, write: Write, tmp_path: 
     for path, content, message in (
         (partial, "a diary", "does not hold answers"),
         (partial, '{"id": "batch_req_7"}\n', "does not hold answers"),
-        (out, "a diary", "delete it or choose another OUT"),
+        (out, "a diary", "does not hold answers"),
     ):
         path.write_text(content)
         with pytest.raises(InputError, match=message):
@@ -238,6 +247,17 @@ def test_another_input_or_model_is_not_mixed_in(
     for other, asked in ((tiny, write(*lines(4), name="b")), (longer, source)):
         with pytest.raises(InputError, match="delete it or choose another OUT"):
             run_batch(other, asked, out)
+    for content, reason in (
+        (before[:-5], "damaged behind its first 2 answers"),
+        (before[: before.index(b"\n") + 1], "it has 1 answers, and the input 3 lines"),
+        (b"", "it has 0 answers, and the input 3 lines"),
+    ):
+        out.write_bytes(content)
+        with pytest.raises(InputError, match=reason):
+            run_batch(tiny, source, out)
+    out.write_bytes(before)
+    with pytest.raises(InputError, match=r"of other options \(line 1 differs"):
+        run_batch(longer, source, out)
     out.unlink()
     for other, asked in ((tiny, write(*lines(3)[::-1], name="c")), (longer, source)):
         with pytest.raises(InputError, match=r"another input or other options \(line 1 differs"):
@@ -351,3 +371,17 @@ def test_the_command(
         main(arguments)
     assert stop.value.code == 1
     assert "choose another OUT" in capsys.readouterr().err
+
+
+def test_a_gpu_s_answers_are_not_mixed_with_a_cpu_s(tiny: Settings) -> None:
+    runs = {
+        _fingerprint(tiny.model_copy(update=update))
+        for update in (
+            {},
+            {"device": "cuda"},
+            {"device": "cuda:1"},
+            {"device": "cuda", "whole_layers": False},
+            {"device": "cuda", "lazy_kv": True},
+        )
+    }
+    assert len(runs) == 4, "one GPU is like another"

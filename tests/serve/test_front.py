@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from dejavu.errors import DejavuError
+from dejavu.serve.app import build_app
 from dejavu.serve.errors import ApiError
 from dejavu.serve.front import Front
-from dejavu.serve.guard import Message
+from dejavu.serve.guard import ROUTES, Message
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.replica import Told
+from dejavu.serve.settings import settings
 
 SCOPE: dict[str, Any] = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
 
@@ -94,3 +97,9 @@ def test_nothing_comes_after_the_last_words_of_a_stream() -> None:
 def test_an_answer_that_is_no_stream_is_broken_off() -> None:
     with pytest.raises(DejavuError, match="stopping"):
         ended(b"application/json")
+
+
+def test_the_guard_knows_the_routes_of_the_app() -> None:
+    app = build_app(settings({"models": [{"name": "a", "source": "a"}]}), {})
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
+    assert {path for path in paths if "{" not in path} == ROUTES

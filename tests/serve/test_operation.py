@@ -152,7 +152,7 @@ def test_a_page_from_elsewhere_gets_no_answer(server: Server, small: Server) -> 
         content=json.dumps({"model": NAME, "prompt": "x", "max_tokens": 1}),
         headers={"Content-Type": "text/plain"},
     )
-    assert plain.status_code == 400
+    assert (plain.status_code, "application/json, not text/plain" in plain.text) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,35 @@ def test_what_is_no_request_is_refused(content: bytes, server: Server) -> None:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b"[]", "the body must be a JSON object"),
+        (b'"x"', "the body must be a JSON object"),
+        (b'{"model": "\xff"}', "cannot be read: it is not UTF-8: invalid start byte, byte 11"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"model": "a", "prompt": []}', "a list must not be empty"),
+        (b'{"model": "a", "prompt": ["a", 1]}', "things of two kinds"),
+        (b'{"model": "a", "prompt": "a", "stop": 5}', "stop must be a text or a list"),
+    ],
+    ids=lambda c: repr(c[:30]),
+)
+def test_what_is_wrong_with_a_body_is_told(content: bytes, message: str, server: Server) -> None:
+    answer = server.post("/v1/completions", content=content, headers=JSON)
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_what_the_guard_refuses_is_counted_for_its_route(small: Server) -> None:
+    key = {"Authorization": "Bearer secret"}
+    assert small.post("/v1/completions", content=b"x" * 200_000, headers=key).status_code == 413
+    assert small.post("/v1/chat/completions", content=b"x").status_code == 401
+    assert small.post("/v1/completions/nowhere", content=b"x").status_code == 401
+    metrics = httpx.get(f"{small.url}/metrics", headers=key).text
+    for route, status in (("/v1/completions", 413), ("/v1/chat/completions", 401), ("other", 401)):
+        assert f'dejavu_responses_total{{route="{route}",status="{status}"}}' in metrics
+
+
 def test_a_body_of_undeclared_length_has_the_same_limit(small: Server) -> None:
     headers = JSON | {"Authorization": "Bearer secret"}
 
@@ -185,11 +214,24 @@ def test_a_body_of_undeclared_length_has_the_same_limit(small: Server) -> None:
 
 
 def test_paths_that_are_not_there(server: Server) -> None:
-    assert httpx.get(f"{server.url}/nowhere").json()["error"]["type"] == "not_found_error"
-    wrong = httpx.get(f"{server.url}/v1/completions")
-    assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
+    nowhere = httpx.get(f"{server.url}/nowhere").json()["error"]
+    assert nowhere["type"] == "not_found_error"
+    assert "no GET /nowhere" in nowhere["message"]
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("PUT", "/health", "GET")):
+        wrong = httpx.request(method, f"{server.url}{path}")
+        assert wrong.status_code == 405
+        assert wrong.headers["Allow"].startswith(allowed)
+        assert f"no {method} {path} here; this path takes {allowed}" in wrong.text
     for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py"):
         assert httpx.get(f"{server.url}{path}").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/page/style.css", "/nowhere"])
+def test_head_is_get_without_a_body(path: str, server: Server) -> None:
+    with httpx.Client() as client:  # on one connection: a body that comes after all would show
+        head, got = (client.request(m, f"{server.url}{path}") for m in ("HEAD", "GET"))
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["Content-Length"] == str(len(got.content))
 
 
 def test_idle_connections_cost_nothing(server: Server) -> None:

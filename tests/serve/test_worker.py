@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from dejavu.engine.output import Chunk
 from dejavu.engine.params import SamplingParams
 from dejavu.errors import DejavuError
+from dejavu.serve.errors import ApiError
 from dejavu.serve.mailbox import Mailbox
 from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import DENSE, ServedModel
@@ -104,11 +106,36 @@ def test_a_model_that_fails_ends_its_answers_and_serves_the_next(
         worker.submit(second)
         return failed, await outcome(second), worker.open_jobs
 
-    failed, then, left = run(served, scene)
+    with caplog.at_level("ERROR", "dejavu.serve"):
+        failed, then, left = run(served, scene)
     assert all(isinstance(error, DejavuError) for error in failed.values())
     assert "out of memory" not in str(failed[0]), "what went wrong stands in the log"
+    assert [record.message for record in caplog.records] == ["a step failed"], "once for all rows"
+    assert "MemoryError: out of memory" in caplog.text
     assert (then, left) == ({0: "bcde"}, 0)
     assert served.engine.free_blocks == served.engine.cache_blocks
+
+
+def test_a_gpu_that_is_lost_takes_no_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, model = serve(lambda ids: [1, 2, 3, 4])
+    monkeypatch.setattr("dejavu.serve.worker.lost", lambda device: True)
+
+    async def scene(worker: Worker) -> Any:
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        before = worker.alive
+        model.before = fail
+        wanted = jobs(served, [5])
+        worker.submit(wanted)
+        found = await outcome(wanted)
+        with pytest.raises(ApiError, match="has to be started again") as refused:
+            worker.submit(jobs(served, [6]))
+        return before, found[0], refused.value.status, worker.alive, worker.open_jobs
+
+    before, found, status, alive, left = run(served, scene)
+    assert isinstance(found, DejavuError)
+    assert (before, alive, status, left) == (True, False, 503, 0)
 
 
 def test_cancelled_jobs_free_their_rows_before_the_next_step() -> None:
@@ -177,6 +204,29 @@ def test_what_is_held_goes_out_before_the_prompt_of_another_model(
         return told + len(await asyncio.wait_for(stream.mail.take(), 30))
 
     assert 2 < run([first, second], scene) < 60
+
+
+def test_what_is_held_does_not_wait_for_a_slow_step_of_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dejavu.serve.worker._HOLD", 0.5)
+    (fast, _), (slow, steps) = serve(lambda ids: [1] * 60), serve(lambda ids: [1] * 60)
+    times: list[float] = []
+
+    async def scene(worker: Worker) -> None:
+        (last,), (stream,) = jobs(slow, [6], tokens=9), jobs(fast, [5], tokens=12)
+        worker.submit([last])
+        await last.mail.take()
+        steps.before = lambda: time.sleep(0.4)
+        worker.submit([stream])
+        told = 0
+        while told < 12:
+            told += len(await asyncio.wait_for(stream.mail.take(), 30))
+            times.append(time.monotonic())
+
+    run([fast, slow], scene)
+    # A step of the slow model after each token of the fast one: none waits for two of them.
+    assert max(b - a for a, b in pairwise(times[1:])) < 0.75
 
 
 def test_the_first_and_last_tokens_of_one_stream_do_not_wake_the_others(

@@ -184,8 +184,11 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        kind = http.headers.get("content-type", "")
-        return error_response(errors.invalid(error.errors(), body=error.body, content_type=kind))
+        problems = error.errors()
+        if problems[0]["loc"] == ("body",):
+            kind = http.headers.get("content-type", "")
+            return error_response(errors.no_object(error.body, kind))
+        return error_response(errors.invalid(problems))
 
     @app.exception_handler(HTTPException)
     async def framework(http: Request, error: HTTPException) -> Response:
@@ -200,14 +203,16 @@ def _add_errors(app: FastAPI) -> None:
 
 def _refused(http: Request, error: HTTPException) -> errors.ApiError:
     """What the framework refused, in words that say what to do."""
-    headers = error.headers or {}
+    headers = dict(error.headers or {})
     asked, text = f"{http.method} {http.url.path}", error.detail
     if error.status_code == 404:
         text = f"there is no {asked} here; /openapi.json lists what there is"
     elif error.status_code == 405:
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # see `Guard`
         text = f"there is no {asked} here; this path takes {headers.get('Allow', 'another method')}"
-    elif error.__cause__ is not None:
-        text = errors.unreadable(error.__cause__) or text
+    elif error.__cause__ is not None and (why := errors.unreadable(error.__cause__)):
+        text = f"the body cannot be read: {why}"
     return errors.ApiError(text, error.status_code, headers=headers)
 
 

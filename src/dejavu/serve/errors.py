@@ -82,20 +82,21 @@ def unreadable(error: BaseException) -> str | None:
     return None
 
 
-def invalid(
-    problems: Sequence[Mapping[str, Any]], *, body: Any = None, content_type: str = ""
-) -> ApiError:
-    """Of pydantic's list of problems: the first one, by its field. body: what was checked;
-    content_type: what it was said to be."""
+def no_object(body: Any, content_type: str) -> ApiError:
+    """Of a body that is empty, was not read as JSON because of its type, or is no JSON object."""
+    if isinstance(body, bytes) and body:
+        said = f"not {content_type}" if content_type else "which is missing"
+        return ApiError(f"the body must come with Content-Type: application/json, {said}")
+    empty = "; it is empty" if body is None else ""
+    return ApiError(f"the body must be a JSON object{empty}")
+
+
+def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Of pydantic's list of problems: the first one, by its field."""
     problem = problems[0]
     where = [str(part) for part in problem.get("loc", ()) if part != "body"]
     if problem.get("type") == "json_invalid":
         return ApiError(f"the body is not JSON: {problem.get('ctx', {}).get('error', '')}")
-    if not where and isinstance(body, bytes):
-        said = f"not {content_type}" if content_type else "which is missing"
-        return ApiError(f"the body must come with Content-Type: application/json, {said}")
-    if not where and problem.get("type") == "missing":
-        return ApiError("the body is empty; a JSON object is expected")
     param = where[0] if where else None
     if param in _FORMS and (len(where) > 1 or problem.get("type") != "missing"):
         return ApiError(f"{param} must be {_FORMS[param]}", param=param)
