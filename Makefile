@@ -72,7 +72,7 @@ results: $(STAMP)
 # Hub id) and SMOLLM2_PLAN add a second model.
 SUITE = $(BIN)/dejavu eval $(1) --suite paper --data $(DATA) -n 65536
 suite: $(STAMP)
-	mkdir -p $(RESULTS)
+	mkdir -p $(RESULTS) $(STATE)
 	$(call SUITE,relu-30m --plan relu-30m) --out $(STATE)/relu-30m \
 		--json $(RESULTS)/suite-relu-30m.json
 	$(call SUITE,relu-30m --plan relu-30m) --shots 5 --limit 100 --out $(STATE)/relu-30m \

@@ -150,6 +150,7 @@ def test_eval_dense_and_with_a_plan(tmp_path: Path) -> None:
 def test_eval_reads_a_plan_once_and_names_its_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from dejavu.eval import suite
     from dejavu.predictor import plan
 
     read, own = [], plan.load_plan
@@ -162,6 +163,20 @@ def test_eval_reads_a_plan_once_and_names_its_level(
     argv = ("eval", "relu-30m", "-n", 100, "--plan", "relu-30m")
     assert run_json(tmp_path / "a.json", *argv)["level"] == "careful"
     assert read == ["relu-30m"]
+    told = []
+
+    def stopped(*_: Any, selection: dict[str, Any], **__: Any) -> None:
+        told.append(selection)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "SuiteOptions", lambda *_, **__: None)
+    monkeypatch.setattr(suite, "Suite", stopped)
+    suite_of = ("--suite", "paper", "--data", tmp_path, "--policy", "oracle")
+    assert run("eval", "relu-30m", "--plan", "relu-30m", *suite_of[:4]) == 130
+    assert run("eval", "relu-30m", *suite_of) == 130
+    assert told[0].pop("sha256")
+    assert told == [{"plan": "relu-30m", "level": "careful"}, {"policy": "oracle"}]
+    assert read == ["relu-30m"] * 2
 
 
 @pytest.mark.parametrize(("asked", "level"), [((), "careful"), (("--max-loss", "2%"), "balanced")])

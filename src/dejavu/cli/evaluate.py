@@ -46,7 +46,9 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", "-n", min=1, help="Tokens to score at most, of each text."),
+        typer.Option(
+            "--tokens", "-n", "--max-tokens", min=1, help="Tokens to score at most, of each text."
+        ),
     ] = None,
     through: Annotated[
         str,
@@ -105,7 +107,7 @@ def evaluate(
 
     Examples:
 
-      dejavu eval relu-30m --plan relu-30m --max-tokens 20000
+      dejavu eval relu-30m --plan relu-30m --tokens 20000
 
       dejavu eval facebook/opt-1.3b --text wiki.test.raw --preset wikitext2 --json out.json
 
@@ -176,7 +178,7 @@ def evaluate(
         options.refuse_without_effect({"--device": None if device == "cpu" else device}, why)
         flash = load_flash(model, bundle or find_bundle(model, plan, dtype), dtype=dtype)
         loaded = flash.loaded
-    chosen, level = selector(loaded, plan, level, policy)
+    chosen, level, _ = selector(loaded, plan, level, policy)
     scored = read_text(
         text or HELDOUT_TEXT,
         load_tokenizer(loaded.checkpoint),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dejavu.errors import InputError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dejavu.config import ModelConfig
     from dejavu.load import LoadedModel
+    from dejavu.predictor.plan import Plan
     from dejavu.sparsity.policy import Selector
 
 
@@ -54,18 +55,25 @@ def model_shape(model: str | None, shape: str | None) -> ModelConfig:
     return config
 
 
+class Chosen(NamedTuple):
+    """A selector, None where all is computed; of a plan's, the level that runs and the plan."""
+
+    selector: Selector | None = None
+    level: str | None = None
+    plan: Plan | None = None
+
+
 def selector(
     loaded: LoadedModel, plan: str | None, level: str | None, policy: str | None
-) -> tuple[Selector | None, str | None]:
-    """The selector of a plan or of a named policy, None for neither; and of a plan the level that
-    runs. Raises InputError for both."""
+) -> Chosen:
+    """The selector of a plan or of a named policy. Raises InputError for both."""
     if plan is not None and policy is not None:
         raise InputError("give --plan or --policy, not both")
     if plan is not None:
         from dejavu.predictor.plan import load_plan
 
         found = load_plan(plan)
-        return found.selector(loaded, level), level or found.default_level
+        return Chosen(found.selector(loaded, level), level or found.default_level, found)
     if level is not None:
         raise InputError(f"--level {level} is one of a plan's, and no --plan is given")
     if policy is not None:
@@ -77,8 +85,8 @@ def selector(
             loaded.model,
             lambda: [w[:-1] for w in text_windows(loaded, [CALIBRATION_TEXT], None, 16)],
         )
-        return found_policy, None
-    return None, None
+        return Chosen(found_policy)
+    return Chosen()
 
 
 def level_name(plan: str | None, level: str | None) -> str | None:

@@ -11,6 +11,8 @@ from dejavu.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dejavu.predictor.plan import Plan
+
 
 def run_suite(
     suite: str,
@@ -57,14 +59,14 @@ def run_suite(
         generations=generations,
     )
     loaded = load(model, dtype, threads, device)
-    chosen, level = selector(loaded, plan, level, policy)
+    chosen, level, read = selector(loaded, plan, level, policy)
     assert chosen is not None
     with stages() as update:
         result = Suite(
             loaded,
             chosen,
             options,
-            selection=_selection(plan, level, policy),
+            selection={"policy": policy} if read is None else _selection(plan, level, read),
             folder=out,
             progress=update,
         ).run()
@@ -85,22 +87,17 @@ def run_suite(
     write_json({"suite": suite, "model": model, **result}, json_file)
 
 
-def _selection(plan: str | None, level: str | None, policy: str | None) -> dict[str, Any]:
-    """What selects, so that a journal can tell runs apart."""
-    if plan is None:
-        return {"policy": policy}
+def _selection(name: str | None, level: str | None, plan: Plan) -> dict[str, Any]:
+    """What a plan selects with, so that a journal can tell runs apart."""
     import hashlib
     from dataclasses import asdict
 
-    from dejavu.predictor.plan import load_plan
-
-    loaded = load_plan(plan)
-    content = hashlib.sha256(json.dumps(asdict(loaded.level(level))).encode())
-    for _, source in sorted(loaded.predictors.items()):
+    content = hashlib.sha256(json.dumps(asdict(plan.level(level))).encode())
+    for _, source in sorted(plan.predictors.items()):
         for matrix in (source.predictor.first, source.predictor.second):
             content.update(matrix.data.float().numpy().tobytes())
         content.update(source.predictor.bias.numpy().tobytes())
-    return {"plan": plan, "level": level or loaded.default_level, "sha256": content.hexdigest()}
+    return {"plan": name, "level": level, "sha256": content.hexdigest()}
 
 
 def _tasks_table(result: dict[str, Any]) -> Table:
