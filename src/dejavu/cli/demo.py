@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
     from dejavu.bench.result import BenchResult
     from dejavu.eval.compare import Comparison
 
-PROMPT = "It was a dark night, and the old house at the end of the road"
+PROMPT = "The storm came up suddenly from the west. The ship"
+_REPETITION = 1.15  # a model this small, always at its likeliest word, soon says the same again
 
 
 def demo(
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Held-out tokens for the perplexities.")
     ] = 16_384,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text that both continue.")] = PROMPT,
+    prompt: Annotated[
+        str, typer.Option("--prompt", help="Text that both continue, repeating little.")
+    ] = PROMPT,
     max_tokens: options.MaxTokens = 48,
     threads: options.Threads = None,
     json_file: options.Json = None,
@@ -43,23 +47,29 @@ def demo(
     from dejavu.predictor.plan import load_plan
     from dejavu.weights.tokenizer import load_tokenizer
 
+    _tell(f"loading {NAME} and its plan")
     loaded = load(NAME, "auto", threads)
-    selector = load_plan(NAME).selector(loaded)
+    plan = load_plan(NAME)
+    selector = plan.selector(loaded)
     text = read_text(
         HELDOUT_TEXT,
         load_tokenizer(loaded.checkpoint),
         loaded.model.config.context_length,
         max_tokens=tokens,
     )
+    _tell(f"reading {tokens} tokens of held-out text, dense and sparse")
     with progress("reading held-out text, dense and sparse") as update:
         quality = compare(loaded.model, text, selector, progress=update)
     asked = BenchOptions(exact=False, peers=("transformers",), threads=threads, text=HELDOUT_TEXT)
+    _tell("timing dense, sparse and transformers in turns")
     with progress("timing dense, sparse and transformers in turns") as update:
         speed = bench_subject(open_subject(loaded), {"sparse": selector}, asked, progress=update)
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    _tell("writing on, dense and sparse")
+    params = SamplingParams(max_tokens=max_tokens, repetition_penalty=_REPETITION)
     dense_text = LLM(loaded, threads=threads).generate(prompt, params).text
     sparse_text = LLM(loaded, NAME, threads=threads).generate(prompt, params).text
     result = _result(quality, speed) | {
+        "level": plan.default_level,
         "prompt": prompt,
         "text": {"dense": dense_text, "sparse": sparse_text},
     }
@@ -69,6 +79,12 @@ def demo(
         for name, continued in (("dense", dense_text), ("sparse", sparse_text)):
             out.print(f"[bold]{name}[/bold]: {prompt}[italic]{continued}[/italic]\n")
     write_json(result, json_file)
+
+
+def _tell(stage: str) -> None:
+    """Where stderr is no terminal, and so has no bar, a line as each stage begins."""
+    if not sys.stderr.isatty():
+        print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
 def _result(quality: Comparison, speed: BenchResult) -> dict[str, Any]:
@@ -101,9 +117,9 @@ def _table(quality: Comparison, speed: BenchResult, result: dict[str, Any]) -> T
     rates = result["tokens_per_second"]
     peer = next((arm.name for arm in speed.arms if arm.name.startswith("transformers")), None)
     table = Table(
-        title=f"relu-30m, int8, {speed.conditions.runs_on}",
-        caption=f"Perplexity on {quality.dense.tokens} held-out tokens, each choosing for itself. "
-        "Bytes: weights read for a token, predictors included.",
+        title=f"relu-30m, int8, its plan at level {result['level']}, {speed.conditions.runs_on}",
+        caption=f"Perplexity on the first {quality.dense.tokens:,} tokens of the held-out books, "
+        "each choosing for itself. Bytes: weights read for a token, predictors included.",
     )
     table.add_column("")
     for name in ("dense", "sparse", peer or "transformers"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dejavu.engine.output import Completion
 
 _UNCUT = 10_000  # columns; no table of ours needs them
-_EVERY = 10.0  # seconds between two lines of progress
+_EVERY = 30.0  # seconds between two lines of progress
 
 
 def console(*, stderr: bool = False) -> Console:
