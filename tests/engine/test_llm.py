@@ -20,6 +20,15 @@ from dejavu.engine.codec import Codec
 from .stub import ScriptedLM, scripted
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+WRONG: list[dict[str, Any]] = [
+    {"model": 5},
+    {"model": None},
+    {"plan": 5},
+    {"bundle": 5},
+    {"policy": 5},
+    {"threads": "2"},
+    {"max_model_len": 5.5},
+]
 
 
 def writer(codec: Codec, text: str, **options: object) -> tuple[LLM, ScriptedLM]:
@@ -183,8 +192,8 @@ def test_one_prompt_of_another_kind_is_refused(greek: LLM, wrong: Any) -> None:
         greek.stream("x", 5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"model": 5}, {"plan": 5}, {"model": None}, {"bundle": 5}])
-def test_what_is_no_name_of_a_model_or_plan_is_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", WRONG)
+def test_arguments_of_another_kind_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InputError, match=f"^{name} must be a "):
         LLM(**{"model": "relu-30m"} | wrong)

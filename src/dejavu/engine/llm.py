@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral
 from operator import index
 from threading import RLock
 from typing import Literal, overload
@@ -79,6 +80,11 @@ class LLM:
         for name, path in (("plan", plan), ("bundle", bundle)):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise InputError(f"{name} must be a path or a Hub id, not {path!r}")
+        for name, count in (("threads", threads), ("max_model_len", max_model_len)):
+            if count is not None and not isinstance(count, Integral):
+                raise InputError(f"{name} must be a whole number, not {count!r}")
+        if policy is not None and not isinstance(policy, Selector):
+            raise InputError(f"policy must be a Selector, not {policy!r}")
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
         if plan is None and level is not None:
