@@ -37,7 +37,7 @@ from dejavu.predictor.layer import Task, learn
 from dejavu.predictor.plan import load_plan
 from dejavu.predictor.recording import Recorded, record, window_losses
 from dejavu.predictor.search import Candidate
-from dejavu.predictor.selector import Choice, Key, PlanSelector
+from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.predictor.survey import Survey, make_survey
 from dejavu.predictor.training import TrainOptions
 from dejavu.predictor.wide import widened
@@ -45,7 +45,7 @@ from dejavu.predictor.worth import Neurons
 from dejavu.sparsity.losses import block_mean
 from dejavu.sparsity.measure import measure
 from dejavu.sparsity.measurement import MeasureOptions
-from dejavu.sparsity.policy import Dense, Site
+from dejavu.sparsity.policy import Dense, Key, Site
 from dejavu.weights.files import atomic_write
 from dejavu.weights.tokenizer import load_tokenizer
 

@@ -29,8 +29,8 @@ from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.deferred_kv import obstacle
 from dejavu.models.kv_cache import KVCache, blocks_for
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.selector import Choice, Key, PlanSelector
-from dejavu.sparsity.policy import Dense, Points, Selector, Site
+from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.sparsity.policy import Dense, Key, Points, Selector, Site
 from models.tiny import Tiny, prompt
 
 LENGTH = 96

@@ -19,8 +19,8 @@ from dejavu.load import load_model
 from dejavu.models.base import Batch, DecoderLM
 from dejavu.models.kv_cache import KVCache, blocks_for
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.selector import Choice, Key, PlanSelector
-from dejavu.sparsity.policy import Dense, Site
+from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.sparsity.policy import Dense, Key, Site
 from models.tiny import Tiny, prompt
 
 LENGTH = 64

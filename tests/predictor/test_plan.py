@@ -93,6 +93,8 @@ def test_any_flipped_byte_of_the_predictors_is_refused(copy: Path) -> None:
         (lambda c: c["levels"]["exact"]["neurons"][0].update(kind="odd"), "odd"),
         (lambda c: c["predictors"].pop("neurons.1"), r"lacks the predictor neurons\.1"),
         (lambda c: c["predictors"].update({"neurons.7": {"distance": 0}}), r"neurons\.7"),
+        (lambda c: c["predictors"].update({"elbows.1": {"distance": 0}}), "wrong.*elbows"),
+        (lambda c: c["predictors"].update({"neurons": {"distance": 0}}), "wrong.*int"),
     ],
 )
 def test_a_wrong_field_is_named(copy: Path, change: Any, message: str) -> None:

@@ -13,9 +13,8 @@ from dejavu.predictor.curve import Curve, Figures
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.plan import LayerPolicy
 from dejavu.predictor.search import Candidate, Place, Search
-from dejavu.predictor.selector import Key
 from dejavu.sparsity.losses import Mean
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Key, Site
 
 ENTRIES, WIDTH = 200, 64
 PRICE = 1e-5

@@ -26,8 +26,8 @@ from dejavu.kernels.selection import Selection
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.selector import Choice, Key, PlanSelector
-from dejavu.sparsity.policy import Points, Selector, Site
+from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.sparsity.policy import Key, Points, Selector, Site
 
 HEAD_RANK = 64
 _WIDE = 6144  # hidden_size above that of 13B models

@@ -23,8 +23,8 @@ from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.models.base import DecoderLM
-from dejavu.predictor.selector import Choice, Key, PlanSelector
-from dejavu.sparsity.policy import Points, Selector, Site
+from dejavu.predictor.selector import Choice, PlanSelector
+from dejavu.sparsity.policy import Key, Points, Selector, Site
 from dejavu.sparsity.record import neuron_activations
 
 __all__ = ["Replayed", "Trace", "record_trace"]

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from dejavu.engine.density import Metered
 from dejavu.eval.forced import Stretch
 from dejavu.kernels.ops import Ops
 from dejavu.kernels.selection import Selection
@@ -18,6 +17,19 @@ from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
 from dejavu.sparsity.inputs import InputSelector
 from dejavu.sparsity.policy import InputReader, Points, Selector, Site, Stage
 from dejavu.sparsity.record import neuron_activations
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """A selector that counts what its steps read, like `sparsity.meter.MeteredSelector`."""
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        ...
+
+    def reads(self) -> Sequence[LayerReads]:
+        """Mean over the steps since the last reset, for each layer."""
+        ...
 
 
 @runtime_checkable
@@ -116,14 +128,14 @@ class Reads:
 
 
 class Counter:
-    """Collects the counts of a meter stretch by stretch: a meter takes all steps to be of one size.
+    """Collects what a selector counts stretch by stretch: it takes all steps to be of one size.
 
-    selector: what is to run. meter: None counts nothing.
+    selector: what is to run; one that does not count is run all the same.
     """
 
-    def __init__(self, selector: Selector, meter: Metered | None) -> None:
+    def __init__(self, selector: Selector) -> None:
         self.selector = selector
-        self._meter = meter
+        self._meter = selector if isinstance(selector, Metered) else None
         self._found: list[tuple[Stretch, Sequence[LayerReads]]] = []
 
     def start(self) -> None:
@@ -179,10 +191,7 @@ class Counter:
 
 def counter_of(selector: Selector, model: DecoderLM, through: str) -> Counter:
     """Counts token by token on the prefill path; decode steps count themselves, if at all."""
-    if through == "prefill":
-        counting = Counting(selector, model)
-        return Counter(counting, counting)
-    return Counter(selector, selector if isinstance(selector, Metered) else None)
+    return Counter(Counting(selector, model) if through == "prefill" else selector)
 
 
 def _entries(model: DecoderLM, site: Site) -> int:

@@ -17,7 +17,6 @@ from dejavu.predictor.curve import Curve
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.recording import Recorded
 from dejavu.predictor.search import ROW_PREMIUM, Candidate
-from dejavu.predictor.selector import Key
 from dejavu.predictor.start import (
     Factors,
     Moments,
@@ -29,7 +28,7 @@ from dejavu.predictor.start import (
 from dejavu.predictor.survey import SiteSurvey
 from dejavu.predictor.training import MAX_WEIGHT, TrainOptions, train
 from dejavu.predictor.worth import Neurons
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Key, Site
 
 _CALIBRATION_ROWS = 8192
 _CHUNK = 512

@@ -13,10 +13,10 @@ from dejavu.predictor.options import EXACT, PrepareOptions
 from dejavu.predictor.plan import LayerPolicy
 from dejavu.predictor.recording import window_losses
 from dejavu.predictor.search import Candidate, Found, Place, Search, Timings
-from dejavu.predictor.selector import Choice, Key, PlanSelector
+from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.sparsity.accounting import dense_bytes
 from dejavu.sparsity.losses import Mean, block_mean
-from dejavu.sparsity.policy import Dense, Selector, Site
+from dejavu.sparsity.policy import Dense, Key, Selector, Site
 
 Policies = Mapping[Key, LayerPolicy]
 Progress = Callable[[str, int, int], None]  # stage, done, in all

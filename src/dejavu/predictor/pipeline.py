@@ -26,17 +26,16 @@ from dejavu.predictor.layer import Task, learn
 from dejavu.predictor.levels import HeldOut, Progress, find_levels
 from dejavu.predictor.lookahead import best_distance
 from dejavu.predictor.options import PrepareOptions
-from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan, Source
+from dejavu.predictor.plan import BaseModel, LayerPolicy, Level, Plan, Source, key_name
 from dejavu.predictor.recording import Recorded, record, room, source_key
 from dejavu.predictor.report import Reporter
 from dejavu.predictor.search import Candidate, Found, Place
-from dejavu.predictor.selector import Key
 from dejavu.predictor.survey import Survey, heads_pay, make_survey
 from dejavu.predictor.training import TrainOptions
 from dejavu.predictor.wide import widened
 from dejavu.predictor.workspace import Workspace, fingerprint
 from dejavu.predictor.worth import Neurons
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Key, Site
 
 FP16_BYTES = 2
 _WORK_VERSION = "predictors-3"
@@ -260,7 +259,7 @@ class Pipeline:
             lookahead = self._work.get(_lookahead_name((site, layer)))
             if lookahead is not None:
                 extra["lookahead"] = lookahead["tried"]
-            notes[f"{site}.{layer}"] = extra
+            notes[key_name((site, layer))] = extra
         return places, notes
 
     def _calibration(self) -> dict[str, Any]:
@@ -281,8 +280,7 @@ def _inputs(task: Task, distances: Mapping[Key, float]) -> set[Key]:
 
 
 def _lookahead_name(key: Key) -> str:
-    site, layer = key
-    return f"lookahead.{site}.{layer}"
+    return f"lookahead.{key_name(key)}"
 
 
 def _used_predictors(levels: Iterable[Found], chosen: Mapping[Key, Candidate]) -> dict[Key, Source]:

@@ -27,11 +27,11 @@ from dejavu.kernels.matrix import Matrix
 from dejavu.kernels.nibbles import Nibbles
 from dejavu.load import LoadedModel
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.selector import Choice, Key, PlanSelector
+from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.registry import unknown
 from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
 from dejavu.sparsity.meter import MeteredSelector
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Key, Site
 from dejavu.weights.files import atomic_folder, sha256_file, write_safetensors
 
 FORMAT_VERSION = 2  # 1 had int8 predictors only
@@ -184,7 +184,7 @@ class Plan:
                 "default_level": self.default_level,
                 "levels": {name: asdict(level) for name, level in self.levels.items()},
                 "predictors": {
-                    _name(key): {
+                    key_name(key): {
                         "rank": s.predictor.rank,
                         "bits": s.predictor.bits,
                         "distance": s.distance,
@@ -209,7 +209,7 @@ def load_plan(source: str | os.PathLike[str]) -> Plan:
     try:
         base = BaseModel(**content["base_model"])
         levels = {name: _level(entry) for name, entry in content["levels"].items()}
-        distances = {name: float(e["distance"]) for name, e in content["predictors"].items()}
+        distances = {key_of(n): float(e["distance"]) for n, e in content["predictors"].items()}
         expected = content["sha256"][PREDICTORS_FILE]
         calibration, report = content["calibration"], content["report"]
         default = str(content.get("default_level", DEFAULT_LEVEL))
@@ -255,9 +255,16 @@ def _content(source: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     return folder, found
 
 
-def _name(key: Key) -> str:
+def key_name(key: Key) -> str:
+    """Of a site and layer in files: `neurons.3`."""
     site, layer = key
     return f"{site}.{layer}"
+
+
+def key_of(name: str) -> Key:
+    """What `key_name` named. Raises ValueError for another name."""
+    site, _, layer = name.partition(".")
+    return Site(site), int(layer)
 
 
 def stored(name: str, matrix: Matrix | Nibbles) -> dict[str, Tensor]:
@@ -285,7 +292,7 @@ def restored(tensors: Mapping[str, Tensor], name: str, columns: int) -> Matrix |
 def _tensors(predictors: Mapping[Key, Source]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, source in predictors.items():
-        p, name = source.predictor, _name(key)
+        p, name = source.predictor, key_name(key)
         for part, matrix in (("first", p.first), ("second", p.second)):
             tensors |= stored(f"{name}.{part}", matrix)
         tensors[f"{name}.bias"] = p.bias
@@ -308,7 +315,7 @@ def _level(entry: dict[str, Any]) -> Level:
 
 
 def _read_predictors(
-    path: Path, expected: str, distances: dict[str, float], base: BaseModel
+    path: Path, expected: str, distances: dict[Key, float], base: BaseModel
 ) -> dict[Key, Source]:
     from safetensors.torch import load
 
@@ -327,9 +334,8 @@ def _read_predictors(
     except Exception as error:  # safetensors raises its own type, files theirs
         raise PlanError(f"{path} cannot be read: {error}") from error
     predictors: dict[Key, Source] = {}
-    for name, distance in distances.items():
-        site_name, _, layer = name.partition(".")
-        site = Site(site_name)
+    for key, distance in distances.items():
+        name = key_name(key)
         try:
             first = restored(tensors, f"{name}.first", base.hidden_size)
             second = restored(tensors, f"{name}.second", first.rows)
@@ -337,10 +343,10 @@ def _read_predictors(
         except KeyError as error:
             raise PlanError(f"{path} lacks the tensor {error}") from error
         shape = (first.columns, second.columns, second.rows, len(predictor.bias))
-        entries = base.entries(site)
+        entries = base.entries(key[0])
         if shape != (base.hidden_size, first.rows, entries, entries):
             raise PlanError(f"{path}: the predictor {name} has the wrong shape for its model")
-        predictors[site, int(layer)] = Source(predictor, distance)
+        predictors[key] = Source(predictor, distance)
     return predictors
 
 
@@ -362,4 +368,6 @@ def _check_levels(
                 )
             for layer, policy in enumerate(policies):
                 if policy.kind == "predictor" and (site, layer) not in predictors:
-                    raise PlanError(f"{path}: level {name} lacks the predictor {site}.{layer}")
+                    raise PlanError(
+                        f"{path}: level {name} lacks the predictor {key_name((site, layer))}"
+                    )

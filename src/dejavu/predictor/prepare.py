@@ -45,6 +45,8 @@ def prepare(
     """
     options = options or PrepareOptions()
     target = _destination(out)
+    name = name or str(loaded.checkpoint.path)
+    progress = progress or (lambda stage, done, total: None)
     with _threads(options.threads), torch.inference_mode():
         windows = _windows(loaded, texts, tokenizer, options)
         if wants_inputs(loaded.model, options):
@@ -54,23 +56,8 @@ def prepare(
                     f"{loaded.model.device}, and thresholds of a gated model are found on one that "
                     "does; use --device cpu or a larger GPU"
                 )
-            return prepare_inputs(
-                loaded,
-                windows,
-                target,
-                options,
-                name or str(loaded.checkpoint.path),
-                progress or (lambda stage, done, total: None),
-            )
-        pipeline = Pipeline(
-            loaded,
-            windows,
-            target,
-            options,
-            name or str(loaded.checkpoint.path),
-            progress or (lambda stage, done, total: None),
-        )
-        return pipeline.run()
+            return prepare_inputs(loaded, windows, target, options, name, progress)
+        return Pipeline(loaded, windows, target, options, name, progress).run()
 
 
 def _windows(

@@ -63,7 +63,7 @@ class _Enough(Exception):  # noqa: N818 - no error: it ends a forward early
     """Everything that is recorded of this window has been seen."""
 
 
-class Recorder(Selector):
+class InputRecorder(Selector):
     """The dense arm, as far as anything is recorded; copies inputs into buffers of fixed rows."""
 
     capturable = False
@@ -87,7 +87,7 @@ class Recorder(Selector):
         self._start = 0
         self._last = max([layer for _, layer in inputs] + list(heads), default=-1)
 
-    def at(self, start: int) -> Recorder:
+    def at(self, start: int) -> InputRecorder:
         """One that writes into the same buffers from a row on, for one window."""
         other = copy(self)
         other._start = start
@@ -121,7 +121,7 @@ def record(
 ) -> Recorded:
     """Run windows int64 `[n, T + 1]` densely and keep what is asked for, all their tokens."""
     length = windows.shape[1] - 1
-    recorder = Recorder(model, len(windows) * length, inputs, heads)
+    recorder = InputRecorder(model, len(windows) * length, inputs, heads)
     cache = model.new_cache(length)
 
     def reading(number: int) -> Pass[None]:

@@ -10,11 +10,10 @@ from typing import Any
 from dejavu.models.base import DecoderLM
 from dejavu.predictor.cost import StepTimes
 from dejavu.predictor.levels import HeldOut
-from dejavu.predictor.plan import LayerPolicy
+from dejavu.predictor.plan import LayerPolicy, key_name
 from dejavu.predictor.search import Candidate, Found, Place
-from dejavu.predictor.selector import Key
 from dejavu.sparsity.accounting import LayerReads, dense_bytes, step_bytes
-from dejavu.sparsity.policy import Site
+from dejavu.sparsity.policy import Key, Site
 
 SELECTION_RULE = "selected where second (first x) + bias > threshold"
 
@@ -54,7 +53,8 @@ class Reporter:
             predictor_bytes=sum(predictors),
         )
         layers = {
-            _name(p.key): self._layer(p, found.policies[p.key], reads[p.key]) for p in self._places
+            key_name(p.key): self._layer(p, found.policies[p.key], reads[p.key])
+            for p in self._places
         }
         dense, ratio = self._held_out.dense, found.loss.exp()
         return {
@@ -85,13 +85,13 @@ class Reporter:
             "dense_bytes": dense_bytes(self._model.weights),
             "dense_tokens_per_second": None if self._times is None else self._times.dense_speed,
             "places": {
-                _name(p.key): {
+                key_name(p.key): {
                     "sensitivity": p.sensitivity,
                     "active": p.active / p.entries,
                     "threshold": at,
                     "ranks": [self._figures(p, candidate, at) for candidate in p.candidates],
                 }
-                | notes.get(_name(p.key), {})
+                | notes.get(key_name(p.key), {})
                 for p in self._places
             },
         }
@@ -157,8 +157,3 @@ class Reporter:
 
 def _share(values: Sequence[float | None], entries: int) -> float:
     return sum(1.0 if v is None else v / entries for v in values) / len(values)
-
-
-def _name(key: Key) -> str:
-    site, layer = key
-    return f"{site}.{layer}"

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 from dejavu.predictor.curve import HIGH, LOW, STEP, Curve, Figures
 from dejavu.predictor.network import Predictor
 from dejavu.predictor.plan import Kind, LayerPolicy
-from dejavu.predictor.selector import Key
 from dejavu.sparsity.losses import Mean
+from dejavu.sparsity.policy import Key
 
 # A row found by its number costs more than the same bytes in a stream, and rows of a batch add up
 # while they share the predictor: a byte of a selected row counts so much.

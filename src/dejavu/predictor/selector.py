@@ -18,9 +18,7 @@ from dejavu.kernels.ops import Ops, Projection, at_once
 from dejavu.kernels.selection import Selection
 from dejavu.predictor.network import Predictor
 from dejavu.sparsity.meter import MeteredSelector
-from dejavu.sparsity.policy import Points, Site, Stage
-
-Key = tuple[Site, int]
+from dejavu.sparsity.policy import Key, Points, Site, Stage, point
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ class PlanSelector(MeteredSelector):
         self.whole_heads: frozenset[int] = frozenset()
         self._by_source: dict[int, list[Key]] = {}
         for (site, layer), choice in choices.items():
-            self._by_source.setdefault(_point(site, layer, choice.distance), []).append(
+            self._by_source.setdefault(point(site, layer, choice.distance), []).append(
                 (site, layer)
             )
         # By site and rows, of all layers, so that they are added up at once.
@@ -142,7 +140,7 @@ class PlanSelector(MeteredSelector):
         """
         keys = [
             (site, layer)
-            for site, layer in self._by_source.get(_point(*now), ())
+            for site, layer in self._by_source.get(point(*now), ())
             if layer not in (self.whole if site is Site.NEURONS else self.whole_heads)
         ]
         if not keys:
@@ -217,11 +215,6 @@ class PlanSelector(MeteredSelector):
         if (site, rows) not in self._counts:
             self._counts[site, rows] = counts.new_zeros(self._layers, len(counts))
         return self._counts[site, rows][layer]
-
-
-def _point(site: Site, layer: int, distance: float = 0.0) -> int:
-    """The number of the point that a place reads, see `Points.source`."""
-    return 2 * layer + (site == Site.NEURONS) - round(2 * distance)
 
 
 def _folded(predictor: Predictor, threshold: float) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from dejavu.errors import PlanError
 from dejavu.kernels.ops import Ops
 from dejavu.models.base import DecoderLM
+from dejavu.predictor.plan import key_name, key_of
 from dejavu.predictor.recording import Recorded, divergences, log_probabilities
-from dejavu.predictor.selector import Key
 from dejavu.predictor.worth import (
     PROBE_SHARE,
     Entries,
@@ -27,7 +27,7 @@ from dejavu.predictor.worth import (
     sensitivity,
 )
 from dejavu.sparsity.accounting import group_bytes, neuron_bytes
-from dejavu.sparsity.policy import Selector, Site
+from dejavu.sparsity.policy import Key, Selector, Site
 from dejavu.sparsity.replay import Replay
 
 PROBE_TOKENS = 2048  # that sensitivities are measured on
@@ -64,16 +64,13 @@ class Survey:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        sites = {f"{site}.{layer}": asdict(entry) for (site, layer), entry in self.sites.items()}
+        sites = {key_name(key): asdict(entry) for key, entry in self.sites.items()}
         return {"price": self.price, "sites": sites}
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Survey:
         """What `to_json` gave."""
-        sites = {}
-        for name, entry in content["sites"].items():
-            site, _, layer = name.partition(".")
-            sites[Site(site), int(layer)] = SiteSurvey(**entry)
+        sites = {key_of(name): SiteSurvey(**entry) for name, entry in content["sites"].items()}
         return Survey(content["price"], sites)
 
 

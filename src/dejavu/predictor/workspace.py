@@ -24,7 +24,7 @@ from dejavu.predictor.network import Predictor
 from dejavu.predictor.options import PrepareOptions
 from dejavu.predictor.plan import BaseModel, restored, stored
 from dejavu.predictor.search import Candidate
-from dejavu.predictor.selector import Key
+from dejavu.sparsity.policy import Key
 from dejavu.weights.files import atomic_write, save_safetensors
 
 STATE_FILE = "state.json"

@@ -20,13 +20,13 @@ from torch import Tensor
 from dejavu.errors import InputError
 from dejavu.kernels.reference import TorchOps
 from dejavu.sparsity.arms import Choices, Tally, arms
+from dejavu.sparsity.first_pass import FirstPass
 from dejavu.sparsity.losses import block_mean, token_losses
 from dejavu.sparsity.measurement import Contextuality, Measurement, MeasureOptions
 from dejavu.sparsity.model_view import Cache, ModelView
 from dejavu.sparsity.policy import Selector
 from dejavu.sparsity.record import Recorder
 from dejavu.sparsity.replay import Replay
-from dejavu.sparsity.survey import Survey
 
 Progress = Callable[[int, int], None]  # forwards done, forwards in all
 
@@ -74,7 +74,7 @@ class _Experiment:
 
     def run(self, windows: Sequence[Tensor], other_windows: Sequence[Tensor]) -> Measurement:
         self._total = len(other_windows) + len(windows) * (2 + len(self._tallies))
-        tested, other = Survey(self._model, self._options), Survey(self._model, self._options)
+        tested, other = FirstPass(self._model, self._options), FirstPass(self._model, self._options)
         dense, counts = self._first_pass(windows, other_windows, tested, other)
         self._second_pass(windows, tested, other, dense)
         results = tuple(tally.result(dense, counts) for tally in self._tallies)
@@ -98,8 +98,8 @@ class _Experiment:
         self,
         windows: Sequence[Tensor],
         other_windows: Sequence[Tensor],
-        tested: Survey,
-        other: Survey,
+        tested: FirstPass,
+        other: FirstPass,
     ) -> tuple[list[float], list[int]]:
         """Sums of the dense losses and numbers of tokens, window by window."""
         dense, counts = [], []
@@ -115,7 +115,7 @@ class _Experiment:
         return dense, counts
 
     def _second_pass(
-        self, windows: Sequence[Tensor], tested: Survey, other: Survey, dense: list[float]
+        self, windows: Sequence[Tensor], tested: FirstPass, other: FirstPass, dense: list[float]
     ) -> None:
         importance = {"static": other.importance, "static-same": tested.importance}
         for window, loss in zip(windows, dense, strict=True):

@@ -16,7 +16,7 @@ SCALES = [(site, relative) for site in Site for relative in (False, True)]
 ActiveSets = dict[Site, list[Tensor]]  # bool [N, entries] of each layer
 
 
-class Survey:
+class FirstPass:
     """Sums over the windows of one text.
 
     histograms: of the scores (contributions of neurons, output norms of heads), by site and by
