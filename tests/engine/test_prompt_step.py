@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from dejavu.embedded import NAME
+from dejavu.engine.backend import PromptReader, prompt_reader
 from dejavu.engine.engine import Engine
 from dejavu.engine.params import SamplingParams
+from dejavu.engine.prompt_pass import PromptPass
 from dejavu.engine.prompt_step import Piece, PromptStep
 from dejavu.engine.scheduler import Request
 from dejavu.kernels.native import NativeOps
+from dejavu.kernels.ops import Ops
 from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel, load_model
 from dejavu.models.base import Batch
@@ -131,6 +134,23 @@ def test_engines_read_int8_prompts_so_and_others_not(
         assert request.prefill_seconds > 0
         (alone,) = run(ids)
         assert said(alone) == said(request)
+
+
+def test_what_reads_prompts_follows_the_model_and_the_ops(
+    loaded: LoadedModel, tiny: Callable[..., Tiny]
+) -> None:
+    other = load_model(tiny("opt").path)
+
+    def reader(of: LoadedModel, ops: Ops | None = None) -> PromptReader:
+        cache = of.model.new_cache(64)
+        return prompt_reader(of.model, cache, ops, threads=1, max_length=64, vocab_size=50)
+
+    assert isinstance(reader(loaded), PromptStep)
+    assert isinstance(reader(loaded, NativeOps(1)), PromptStep)
+    for prompts in (reader(loaded, TorchOps()), reader(other), reader(other, NativeOps(1))):
+        assert isinstance(prompts, PromptPass)
+    # Where the ops of steps are the caller's own, prompts are torch's.
+    assert isinstance(Engine(loaded, ops=NativeOps(1))._prompts, PromptPass)
 
 
 def test_who_is_aborted_meanwhile_writes_to_nobody_elses_blocks(loaded: LoadedModel) -> None:

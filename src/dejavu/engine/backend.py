@@ -162,6 +162,7 @@ def decode_step(
             max_length=max_length,
             vocab_size=vocab_size,
         )
+    neurons, heads = _whole(model, selector, ops) if whole_layers else (None, None)
     return GraphStep(
         model,
         cache,
@@ -171,36 +172,33 @@ def decode_step(
         max_length=max_length,
         vocab_size=vocab_size,
         lazy_kv=lazy_kv,
-        whole_layers=_whole_layers(model, selector, ops) if whole_layers else None,
-        whole_heads=_whole_heads(model, selector, ops) if whole_layers else None,
+        whole_layers=neurons,
+        whole_heads=heads,
     )
 
 
-def _whole_layers(model: DecoderLM, selector: Selector, ops: Ops) -> WholeLayers | None:
-    """Chooses by the costs of a model's MLPs."""
+def _whole(
+    model: DecoderLM, selector: Selector, ops: Ops
+) -> tuple[WholeLayers | None, WholeLayers | None]:
+    """What chooses layers to compute whole: by the costs of MLPs, and by those of reading query and
+    output projections. None where there is nothing to choose, or no costs are known."""
     if not isinstance(ops, Priced) or not isinstance(selector, PlanSelector):
-        return None
+        return None, None
     table: CostTable = ops.costs
-    c, up = model.config, model.weights.blocks[0].mlp.up.weight
+    c, block = model.config, model.weights.blocks[0]
+    up, q = block.mlp.up.weight, block.attention.q.weight
     itemsize = up.data.element_size()
-    return WholeLayers(
+    projections = 2 * q.rows * q.columns * q.data.element_size()
+    neurons = WholeLayers(
         lambda rows: table.mlp(
             rows, c.intermediate_size, c.hidden_size, itemsize, gated=c.gated_mlp
         ),
         c.intermediate_size,
         selector.predicted(Site.NEURONS),
     )
-
-
-def _whole_heads(model: DecoderLM, selector: Selector, ops: Ops) -> WholeLayers | None:
-    """Chooses by the costs of reading a model's query and output projections."""
-    if not isinstance(ops, Priced) or not isinstance(selector, PlanSelector):
-        return None
-    table: CostTable = ops.costs
-    c, q = model.config, model.weights.blocks[0].attention.q.weight
-    size = 2 * q.rows * q.columns * q.data.element_size()
-    return WholeLayers(
-        lambda rows: table.heads(rows, size),
+    heads = WholeLayers(
+        lambda rows: table.heads(rows, projections),
         c.num_key_value_heads,
         selector.predicted(Site.HEADS),
     )
+    return neurons, heads

@@ -1,4 +1,4 @@
-"""Layers of a plan's steps that compute their whole MLP, because that is cheaper than to choose.
+"""Layers of a plan's steps that compute all neurons, or all heads: where choosing would cost more.
 
 Under a batch the rows' lists add up, a listed row of weights comes more slowly than a streamed
 one, and choosing has a price of its own. What is cheaper for a layer is told by a table of measured
@@ -55,11 +55,11 @@ class WholeLayers:
     """The choice for each bucket of rows; it changes seldom, and in steps that pay."""
 
     def __init__(
-        self, cost: Callable[[int], Cost], neurons: int, predicted: Collection[int]
+        self, cost: Callable[[int], Cost], entries: int, predicted: Collection[int]
     ) -> None:
-        """cost: of one MLP in a step of so many rows. neurons: of an MLP. predicted: layers with a
-        predictor of neurons."""
-        self._cost, self._neurons = cost, neurons
+        """cost: of one MLP (or attention) in a step of so many rows. entries: neurons (or heads) of
+        one. predicted: layers with a predictor of these."""
+        self._cost, self._entries = cost, entries
         self._predicted = sorted(predicted)
         self._buckets: dict[int, _Bucket] = {}
 
@@ -69,12 +69,12 @@ class WholeLayers:
         return Layers() if found is None else found.chosen
 
     def note(self, rows: int, listed: NDArray[np.integer], whole: Layers) -> None:
-        """A step of a bucket, with some layers whole, listed so many neurons in each; what it says
+        """A step of a bucket, with some layers whole, listed so many entries in each; what it says
         of whole layers does not count, nor does a step that began before the latest choice."""
         bucket = self._buckets.setdefault(rows, _Bucket(self._cost(rows)))
         if whole != bucket.chosen:
             return
-        shares = listed / self._neurons
+        shares = listed / self._entries
         if bucket.steps == _PROBE:
             bucket.steps, bucket.chosen = 0, Layers()
             return
