@@ -10,12 +10,12 @@ from operator import index
 from threading import RLock
 from typing import Literal, overload
 
+from dejavu.engine.backend import flash_ops
 from dejavu.engine.codec import Codec, Message
 from dejavu.engine.engine import Engine
 from dejavu.engine.generation import Generation
 from dejavu.engine.output import Chunk, Completion
 from dejavu.engine.params import SamplingParams
-from dejavu.engine.prompt_step import PromptStep
 from dejavu.errors import ConfigError, DejavuError, InputError
 from dejavu.kernels.device import resolve_device
 from dejavu.kernels.native import MAX_ROWS
@@ -83,10 +83,10 @@ class LLM:
         for name, count in (("threads", threads), ("max_model_len", max_model_len)):
             if count is not None and not isinstance(count, Integral):
                 raise InputError(f"{name} must be a whole number, not {count!r}")
-        if policy is not None and not isinstance(policy, Selector):
-            raise InputError(f"policy must be a Selector, not {policy!r}")
         if plan is not None and policy is not None:
             raise InputError("give a plan or a policy, not both")
+        if policy is not None and not isinstance(policy, Selector):
+            raise InputError(f"policy must be a Selector, not {policy!r}")
         if plan is None and level is not None:
             raise InputError(f"level {level!r} is one of a plan's, and no plan is given")
         flash = None
@@ -118,14 +118,11 @@ class LLM:
         cache_bytes = None
         if flash is not None and memory_limit is not None:
             from dejavu.flash.memory import parse_size
-            from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
 
             store, cache_bytes = flash.within(
                 parse_size(memory_limit), max_batch=MAX_ROWS, max_model_len=max_model_len
             )
-            ops, prompt_ops = FlashOps(store, threads), PromptOps(store, threads)
-            if PromptStep.suits(model.model):
-                prompt_ops = WholeOps(store, threads)
+            ops, prompt_ops = flash_ops(store, model.model, threads)
         self._connect(
             Engine(
                 model,
