@@ -309,15 +309,16 @@ def server(device: str, dtype: str) -> Iterator[tuple[str, int]]:
         process.wait(60)
 
 
-def warm(url: str, connections: list[int]) -> dict[str, float]:
-    """Seconds of one answer of each arm, the first ones of all; then steps of every number of rows,
-    which on a GPU are compiled and captured when they are first needed."""
+def warm(url: str, connections: list[int], device: str) -> dict[str, float]:
+    """Seconds of one answer of each arm, the first ones of all; then a few of every number of rows
+    that a GPU captures a step for, when it is first needed."""
     cold = {}
+    rows = {*connections} if device == "cpu" else {1, 2, 4, 8, 16, *connections}
     for sparsity in ARMS:
         one = asks(1, sparsity, 98)
         cold[sparsity], _ = uvloop.run(over_connections(url, one, 1, leave=True))
-        for number in sorted({1, 2, 4, 8, 16, *connections}):
-            some = [replace(ask, leaves_after=None) for ask in asks(2 * number, sparsity, 99)]
+        for number in sorted(rows):
+            some = [replace(ask, leaves_after=None) for ask in asks(number, sparsity, 99)]
             uvloop.run(over_connections(url, some, number, leave=True))
     return cold
 
@@ -336,7 +337,7 @@ def main() -> None:
     connections = [int(number) for number in options.connections.split(",")]
     device, dtype = options.device, options.dtype
     with server(device, dtype) as (url, process):
-        cold = warm(url, connections)
+        cold = warm(url, connections, device)
         before = resident(process)
         result: dict[str, Any] = {
             "version": __version__,

@@ -82,6 +82,12 @@ def test_a_gpu_by_flag_environment_and_file(
     ]
 
 
+def test_a_replica_on_a_gpu_reserves_one(asked: list[Settings]) -> None:
+    for device in ("cpu", "cuda"):
+        assert not serve("a", "--device", device)
+    assert [one.needs(3) for one in asked] == [{"num_cpus": 3}, {"num_cpus": 3, "num_gpus": 1}]
+
+
 def test_a_gpu_that_is_not_there_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def answer_on_cluster(settings: Settings, left: Iterable[Line], record: Record) 
             Answerer,
             fn_constructor_args=(settings,),
             batch_size=None,
-            num_cpus=threads,
+            **settings.needs(threads),
             concurrency=(settings.replicas, settings.max_replicas or settings.replicas),
         )
         try:

@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from dejavu.errors import DejavuError
+from dejavu.errors import DejavuError, InputError
 from dejavu.serve.errors import ApiError
 from dejavu.serve.front import Answering, Front
 from dejavu.serve.guard import Guard
@@ -54,7 +54,10 @@ def run(settings: Settings, log_level: str) -> None:
 
 @contextmanager
 def cluster(settings: Settings) -> Iterator[None]:
-    """A connection to the cluster at `ray_address`, or one of our own that ends with the block."""
+    """A connection to the cluster at `ray_address`, or one of our own that ends with the block.
+
+    Raises InputError where this machine has fewer GPUs than there are to be replicas on one.
+    """
     most = settings.max_replicas or settings.replicas
     if settings.ray_address is not None:
         ray.init(settings.ray_address, namespace=APPLICATION)
@@ -69,6 +72,12 @@ def cluster(settings: Settings) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
         )
     try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if settings.ray_address is None and settings.on_gpu and gpus < most:
+            raise InputError(
+                f"--device cuda: {most} replicas need a GPU each, and this machine has {gpus}; "
+                "lower --replicas and --max-replicas, or leave out --device"
+            )
         yield
     finally:
         ray.shutdown()
@@ -84,7 +93,7 @@ def deploy(settings: Settings, log_level: str) -> ServeReplicas:
     deployment = serve.deployment(
         Replica,
         name="replica",
-        ray_actor_options={"num_cpus": threads},
+        ray_actor_options=settings.needs(threads),
         max_ongoing_requests=room,
         max_queued_requests=room * most,
         health_check_period_s=_HEALTH_SECONDS,

@@ -110,6 +110,11 @@ class Settings(BaseModel):
         """Whether the models are on a GPU."""
         return self.device != "cpu"
 
+    def needs(self, threads: int) -> dict[str, int]:
+        """What a replica reserves, by Ray's names: as many cores, and where the models are on a GPU
+        one of its own."""
+        return {"num_cpus": threads} | ({"num_gpus": 1} if self.on_gpu else {})
+
     @property
     def cache_bytes(self) -> int | None:
         """`cache_memory` in bytes."""
