@@ -90,6 +90,17 @@ def test_folders_where_nothing_can_be_written(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("command", ["prepare", "plan level", "plan pull"])
+def test_a_folder_of_something_else_is_never_replaced_by_a_plan(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "thesis.tex").touch()
+    assert run(*argv(command), *FOLDERS[command], tmp_path / "docs") == 1
+    assert "that folder holds something else" in capsys.readouterr().err
+    assert (tmp_path / "docs" / "thesis.tex").exists()
+
+
 @pytest.mark.parametrize("arguments", [("bench", "relu-30m", "--plot"), ("pack", "relu-30m", "-o")])
 def test_other_files(
     arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -92,10 +92,14 @@ Json = Annotated[
         help="Write the result as JSON; - prints it.",
     ),
 ]
-OutFolder = Annotated[
+OutPlan = Annotated[
     Path,
     typer.Option(
-        "--out", "-o", metavar="FOLDER", callback=destination.folder, help="Folder to write."
+        "--out",
+        "-o",
+        metavar="PLAN",
+        callback=destination.plan_folder,
+        help="Folder to write, a new one or an older plan.",
     ),
 ]
 Texts = Annotated[

@@ -76,7 +76,7 @@ def level(
         str, typer.Option("--name", help="Of the level; an existing one is made anew.")
     ],
     max_loss: Annotated[str, typer.Option("--max-loss", help="Perplexity that it may cost.")],
-    out: options.OutFolder,
+    out: options.OutPlan,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -199,7 +199,7 @@ def push(
 @app.command()
 def pull(
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub.")],
-    out: options.OutFolder,
+    out: options.OutPlan,
 ) -> None:
     """Download a plan from the Hugging Face Hub into a folder.
 

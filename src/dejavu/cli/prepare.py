@@ -11,7 +11,7 @@ from dejavu.cli import options
 
 def prepare(
     model: options.Model,
-    out: options.OutFolder,
+    out: options.OutPlan,
     text: options.Texts = None,
     max_loss: Annotated[
         str | None,

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dejavu.cli import options
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dejavu.cli import destination, options
 
 
 def quantize(
     model: options.Model,
-    out: options.OutFolder,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", callback=destination.folder, help="Folder to write."
+        ),
+    ],
     json_file: options.Json = None,
 ) -> None:
     """Store a model's matrices as int8 with one scale a row; a quarter of fp32, half of bf16.
