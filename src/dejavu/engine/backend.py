@@ -28,6 +28,7 @@ from dejavu.predictor.selector import PlanSelector
 from dejavu.sparsity.policy import Selector, Site
 
 if TYPE_CHECKING:
+    from dejavu.flash.store import FlashStore
     from dejavu.kernels.gpu.costs import CostTable
 
 
@@ -94,6 +95,15 @@ def decode_ops(model: DecoderLM, threads: int | None = None) -> Ops:
             f"(pip install triton): {error}"
         ) from error
     return TritonOps(model.device, model.cache_dtype)
+
+
+def flash_ops(store: FlashStore, model: DecoderLM, threads: int | None) -> tuple[Ops, Ops]:
+    """Of decode steps and of prompts, for a model whose neurons lie in a file; the bits are those
+    of the model in memory, so prompts go on the same kernels."""
+    from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
+
+    prompts = WholeOps if PromptStep.suits(model) else PromptOps
+    return FlashOps(store, threads), prompts(store, threads)
 
 
 def prompt_reader(

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dejavu.engine.activity import block_size
+from dejavu.engine.backend import flash_ops
 from dejavu.engine.codec import Codec
 from dejavu.engine.engine import Engine
 from dejavu.engine.llm import end_tokens
-from dejavu.engine.prompt_step import PromptStep
 from dejavu.flash.memory import parse_size
 from dejavu.flash.model import FlashModel, find_bundle, load_flash
-from dejavu.flash.ops import FlashOps, PromptOps, WholeOps
 from dejavu.kernels.ops import Ops
 from dejavu.load import LoadedModel, load_model
 from dejavu.models.kv_cache import cache_budget
@@ -133,9 +132,7 @@ def serve_model(
             max_batch=settings.max_batch,
             max_model_len=settings.max_model_len,
         )
-        ops, prompt_ops = FlashOps(store, settings.threads), PromptOps(store, settings.threads)
-        if PromptStep.suits(loaded.model):
-            prompt_ops = WholeOps(store, settings.threads)
+        ops, prompt_ops = flash_ops(store, loaded.model, settings.threads)
     engine = Engine(
         loaded,
         ops=ops,
