@@ -44,10 +44,9 @@ def plan_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """Of a plan: what is replaced must be one."""
     from dejavu.predictor.hub import FILES
 
+    folder(option, path)
     if path is not None:
         with _checking(option, path) as target:
-            _check_no_file(target)
-            _check_parent(target)
             if target.is_dir() and any(target.iterdir()) and not (target / FILES[0]).is_file():
                 raise InputError("that folder holds something else; give a new one or a plan")
     return path
