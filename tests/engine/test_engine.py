@@ -16,7 +16,7 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.kernels.selection import Selection
 from dejavu.load import load_model
 from dejavu.models.base import DecoderLM
-from dejavu.sparsity.policy import Points, Selector, Site
+from dejavu.sparsity.policy import Dense, Points, Selector, Site
 from models.tiny import Tiny, prompt, reference_greedy
 
 from .stub import ScriptedLM, config, loaded, scripted
@@ -272,6 +272,51 @@ def test_an_interrupted_step_can_be_repeated(forwards: int) -> None:
         finish(engine)
     finish(engine)
     assert [r.token_ids for r in requests] == [[10, 11, 12, 13]] * 2
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_decode_step_that_fails_ends_its_arm_alone(step: int) -> None:
+    """The other arm's answers go on, and so does whatever is asked for later."""
+    engine, model = scripted(counting, arms={"other": Dense()})
+    broken = [engine.add([1], SamplingParams(max_tokens=9)) for _ in range(2)]
+    sound = [engine.add([1], SamplingParams(max_tokens=9), arm="other") for _ in range(2)]
+    engine.step()
+    left = 2 * step
+
+    def fail() -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise RuntimeError("no memory")
+
+    model.before = fail
+    for _ in range(step + 1):
+        touched = engine.step()
+    assert set(touched) == {*broken, *sound}
+    for request in broken:
+        assert "no memory" in str(request.error)
+        assert isinstance(request.error.__cause__, RuntimeError)
+        assert request.token_ids == [10, 11, 12, 13][: 2 + step]
+    finish(engine)
+    assert [r.token_ids for r in sound] == [list(range(10, 19))] * 2
+    assert engine.free_blocks == engine.cache_blocks
+    assert run(engine, [[1]], SamplingParams(max_tokens=3)) == [[10, 11, 12]]
+
+
+def test_sampling_that_fails_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = scripted(counting)
+    first, broken, last = (
+        engine.add([1], SamplingParams(max_tokens=5, logit_bias={1: float(n)})) for n in range(3)
+    )
+    engine.step()
+    sampler = engine._samplers[broken]
+    monkeypatch.setattr(sampler, "sample", lambda logits: 1 // 0)
+    finish(engine)
+    assert isinstance(broken.error, DejavuError)
+    assert isinstance(broken.error.__cause__, ZeroDivisionError)
+    assert broken.token_ids == [10, 11]
+    assert first.token_ids == last.token_ids == [10, 11, 12, 13, 14]
+    assert engine.free_blocks == engine.cache_blocks
 
 
 def test_times_are_counted() -> None:
