@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -209,24 +208,25 @@ def test_what_is_held_goes_out_before_the_prompt_of_another_model(
 def test_what_is_held_does_not_wait_for_a_slow_step_of_another_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dejavu.serve.worker._HOLD", 0.5)
     (fast, _), (slow, steps) = serve(lambda ids: [1] * 60), serve(lambda ids: [1] * 60)
-    times: list[float] = []
+    now = 0.0
+    monkeypatch.setattr("dejavu.serve.worker.monotonic", lambda: now)
+    waiting: list[int] = []
 
     async def scene(worker: Worker) -> None:
-        (last,), (stream,) = jobs(slow, [6], tokens=9), jobs(fast, [5], tokens=12)
-        worker.submit([last])
-        await last.mail.take()
-        steps.before = lambda: time.sleep(0.4)
-        worker.submit([stream])
-        told = 0
-        while told < 12:
-            told += len(await asyncio.wait_for(stream.mail.take(), 30))
-            times.append(time.monotonic())
+        def take_long() -> None:
+            nonlocal now
+            now += 1.0
+            waiting.append(sum(job.served is fast for job in worker._held))
+
+        steps.before = take_long
+        (stream,), (other,) = jobs(fast, [5], tokens=60), jobs(slow, [6], tokens=20)
+        worker.submit([stream, other])
+        await outcome([other])
 
     run([fast, slow], scene)
-    # A step of the slow model after each token of the fast one: none waits for two of them.
-    assert max(b - a for a, b in pairwise(times[1:])) < 0.75
+    assert len(waiting) == 20
+    assert sum(waiting[2:]) == 0, "from when it is known how long its steps take"
 
 
 def test_the_first_and_last_tokens_of_one_stream_do_not_wake_the_others(
