@@ -184,13 +184,19 @@ def throughput(url: str, sparsity: str, count: int, connections: list[int]) -> d
     for number in connections:
         seconds, together = uvloop.run(over_connections(url, wanted, number, leave=True))
         tokens = sum(len(a.times) for a in together)
-        if tokens != one_by_one:
+        pairs = list(zip(alone, together, strict=True))
+        # On a GPU a near tie may end otherwise among others, and another text may have a character
+        # of several tokens, which come as one event.
+        if any(
+            a.complete != b.complete or (a.text == b.text and len(a.times) != len(b.times))
+            for a, b in pairs
+        ):
             raise SystemExit(
                 f"{sparsity}: {tokens} tokens came over {number} connections and {one_by_one} one "
                 "at a time, of the same requests; answers were lost or cut, so nothing is measured"
             )
         found["over"][number] = {
-            "wrong": sum(a.text != b.text for a, b in zip(alone, together, strict=True)),
+            "wrong": sum(a.text != b.text for a, b in pairs),
             "tokens_per_second": tokens / seconds,
             "ratio": alone_seconds / seconds,
             "first_token_seconds": _first_tokens(together),
