@@ -42,7 +42,7 @@ from dejavu.predictor.survey import Survey, make_survey
 from dejavu.predictor.training import TrainOptions
 from dejavu.predictor.wide import widened
 from dejavu.predictor.worth import Neurons
-from dejavu.sparsity.losses import block_mean
+from dejavu.sparsity.losses import mean_rise
 from dejavu.sparsity.measure import measure
 from dejavu.sparsity.measurement import MeasureOptions
 from dejavu.sparsity.policy import Dense, Key, Site
@@ -167,8 +167,7 @@ class Study:
         windows = torch.stack(self.windows(HELDOUT_TEXT, JUDGED // WINDOW))
         losses = window_losses(self.wide, windows, selector, self.ops)
         dense = window_losses(self.wide, windows, Dense(), self.ops)
-        rises = [own - full for own, full in zip(losses, dense, strict=True)]
-        ratio = block_mean(rises, [WINDOW] * len(rises)).exp()
+        ratio = mean_rise(losses, dense, [WINDOW] * len(losses)).exp()
         used = selector.meter.used(Site.NEURONS)
         missed = [
             c.curve.at(threshold, survey.sites[key].sensitivity).missed_mass

@@ -23,7 +23,7 @@ from predictor_study import WINDOW, Scored, Study
 from dejavu.embedded import HELDOUT_TEXT
 from dejavu.eval.text import read_text
 from dejavu.predictor.recording import window_losses
-from dejavu.sparsity.losses import block_mean
+from dejavu.sparsity.losses import mean_rise
 from dejavu.sparsity.policy import Dense, Site
 from dejavu.weights.files import atomic_write
 
@@ -67,8 +67,7 @@ def judged(
             arm.threshold = threshold
         selector = Scored(dict(enumerate(arms)))
         losses = window_losses(study.model, windows, selector, study.ops)
-        rises = [own - full for own, full in zip(losses, dense, strict=True)]
-        ratio = block_mean(rises, counts).exp()
+        ratio = mean_rise(losses, dense, counts).exp()
         yield {
             "aimed": density,
             "density": sum(selector.densities) / len(selector.densities),

@@ -44,7 +44,7 @@ from dejavu.predictor.layer import Task
 from dejavu.predictor.recording import Recorded, record, window_losses
 from dejavu.predictor.survey import Survey, make_survey
 from dejavu.predictor.wide import widened
-from dejavu.sparsity.losses import block_mean
+from dejavu.sparsity.losses import mean_rise
 from dejavu.sparsity.policy import Dense, Points, Selector, Site
 from dejavu.weights.files import atomic_write
 from dejavu.weights.tokenizer import load_tokenizer
@@ -186,8 +186,7 @@ def perplexities(study: Study, arms: dict[int, list[Arm]]) -> list[dict[str, Any
         if len(chosen) < len(study.layers):
             continue
         losses = window_losses(study.model, windows, Scored(chosen), study.ops)
-        rises = [own - full for own, full in zip(losses, dense, strict=True)]
-        ratio = block_mean(rises, counts).exp()
+        ratio = mean_rise(losses, dense, counts).exp()
         arm = dict(zip(("name", "rank", "bits"), name or ("true contributions", 0, 0), strict=True))
         found.append(arm | {"perplexity_ratio": ratio.value, "error": ratio.error})
     return found

@@ -15,7 +15,7 @@ from dejavu.models.base import Batch
 from dejavu.predictor.calibration import make_windows
 from dejavu.predictor.plan import Plan
 from dejavu.predictor.recording import window_losses
-from dejavu.sparsity.losses import block_mean
+from dejavu.sparsity.losses import mean_rise
 from dejavu.sparsity.policy import Dense
 
 from . import tiny
@@ -39,7 +39,7 @@ def test_levels_keep_their_losses_on_fresh_text(plan: Plan, loaded: LoadedModel)
         report = plan.levels[name].report
         assert report["perplexity_ratio"] <= 1 + allowed
         losses = window_losses(loaded.model, windows, plan.selector(loaded, name), ops)
-        mean = block_mean([a - b for a, b in zip(losses, dense, strict=True)], [32] * 40)
+        mean = mean_rise(losses, dense, [32] * 40)
         assert mean.error is not None
         assert mean.value - 3 * mean.error < math.log1p(allowed)
         assert report["neuron_density"] < previous

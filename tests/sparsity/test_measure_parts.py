@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dejavu.sparsity.budgets import Histogram, kept, mass_count, ranks
-from dejavu.sparsity.losses import block_mean, token_losses
+from dejavu.sparsity.losses import block_mean, mean_rise, token_losses
 from dejavu.sparsity.similarity import Overlap, ResidualFlow
 
 
@@ -60,6 +60,7 @@ def test_losses_and_their_error() -> None:
     assert mean.value == pytest.approx(float(losses.mean()))
     assert mean.error == pytest.approx(float(means.std() / 6**0.5), rel=1e-5)
     assert block_mean([3.0], [2]) == (1.5, None)
+    assert mean_rise([7.0, 14.0], [5.0, 10.0], [2, 2]) == block_mean([2.0, 4.0], [2, 2])
     assert mean.exp().error == pytest.approx(mean.exp().value * mean.error)
 
 

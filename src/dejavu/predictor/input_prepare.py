@@ -39,7 +39,7 @@ from dejavu.predictor.wide import widened
 from dejavu.predictor.workspace import Workspace, fingerprint
 from dejavu.sparsity.accounting import dense_bytes, input_parts, step_bytes
 from dejavu.sparsity.inputs import InputSelector, InputSite, Thresholds
-from dejavu.sparsity.losses import Mean, block_mean
+from dejavu.sparsity.losses import Mean, block_mean, mean_rise
 from dejavu.sparsity.policy import Dense, Selector
 
 _CURVE_TOKENS = 2048  # more change a threshold by less than the grid of sparsities
@@ -136,8 +136,7 @@ class _Text:
 
     def rise(self, thresholds: Sequence[Thresholds]) -> Mean:
         """Mean loss above the dense model's, window by window."""
-        pairs = zip(self._measured(thresholds)["losses"], self._losses, strict=True)
-        return block_mean([own - full for own, full in pairs], self._counts)
+        return mean_rise(self._measured(thresholds)["losses"], self._losses, self._counts)
 
     def _measured(self, thresholds: Sequence[Thresholds]) -> dict[str, Any]:
         """Losses, bytes of a token and densities, measured once."""
@@ -183,16 +182,12 @@ class _Text:
 
     def _densities(self, selector: InputSelector) -> dict[str, float]:
         """Share of the channels that a token used at each site, mean over layers."""
-        found = {}
+        shares: dict[str, list[float]] = {str(site): [] for site in InputSite}
         blocks = self._wide.weights.blocks
-        for site in InputSite:
-            shares = [
-                (read.inputs or {}).get(site, channels) / channels
-                for read, block in zip(selector.meter.used_channels(), blocks, strict=True)
-                for channels in (input_parts(block)[site][0],)
-            ]
-            found[str(site)] = sum(shares) / len(shares)
-        return found
+        for read, block in zip(selector.meter.used_channels(), blocks, strict=True):
+            for site, (channels, _) in input_parts(block).items():
+                shares[site].append((read.inputs or {}).get(site, channels) / channels)
+        return {site: sum(values) / len(values) for site, values in shares.items()}
 
     def _share(self, densities: dict[str, float]) -> float:
         """Of the blocks' bytes, were all layers alike."""

@@ -15,7 +15,7 @@ from dejavu.predictor.recording import window_losses
 from dejavu.predictor.search import Candidate, Found, Place, Search, Timings
 from dejavu.predictor.selector import Choice, PlanSelector
 from dejavu.sparsity.accounting import dense_bytes
-from dejavu.sparsity.losses import Mean, block_mean
+from dejavu.sparsity.losses import Mean, block_mean, mean_rise
 from dejavu.sparsity.policy import Dense, Key, Selector, Site
 
 Policies = Mapping[Key, LayerPolicy]
@@ -59,8 +59,7 @@ class HeldOut:
         losses = self._losses("measuring a threshold", selector)
         used = {site: selector.meter.used(site) for site in Site}
         self._used[frozenset(policies.items())] = {key: used[key[0]][key[1]] for key in choices}
-        pairs = zip(losses, self._dense, strict=True)
-        return block_mean([own - full for own, full in pairs], self._counts)
+        return mean_rise(losses, self._dense, self._counts)
 
     def _losses(self, stage: str, selector: Selector) -> list[float]:
         return window_losses(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu.sparsity.budgets import Histogram, kept, ranks
-from dejavu.sparsity.losses import block_mean
+from dejavu.sparsity.losses import block_mean, mean_rise
 from dejavu.sparsity.measurement import Arm, ArmResult, MeasureOptions
 from dejavu.sparsity.policy import Site
 from dejavu.sparsity.record import Recorder
@@ -116,8 +116,7 @@ class Tally:
     def result(self, dense: list[float], counts: list[int]) -> ArmResult:
         """Compare with the dense losses; all lists hold one figure a window."""
         loss = block_mean(self.losses, counts)
-        pairs = zip(self.losses, dense, strict=True)
-        ratio = block_mean([own - full for own, full in pairs], counts).exp()
+        ratio = mean_rise(self.losses, dense, counts).exp()
         return ArmResult(
             self.arm,
             {site: _shares(sums["kept"], sums["of"]) for site, sums in self._sums.items()},

@@ -64,3 +64,9 @@ def block_mean(sums: Sequence[float], counts: Sequence[int]) -> Mean:
         return Mean(mean, None)
     residual = math.fsum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True))
     return Mean(mean, math.sqrt(residual * n / (n - 1)) / total)
+
+
+def mean_rise(sums: Sequence[float], base: Sequence[float], counts: Sequence[int]) -> Mean:
+    """Mean of what one figure is above another, with the error of the differences block by block: a
+    text that is hard is hard for both, so these vary less than either figure."""
+    return block_mean([one - other for one, other in zip(sums, base, strict=True)], counts)

@@ -21,7 +21,7 @@ from dejavu.errors import InputError
 from dejavu.kernels.reference import TorchOps
 from dejavu.sparsity.arms import Choices, Tally, arms
 from dejavu.sparsity.first_pass import FirstPass
-from dejavu.sparsity.losses import block_mean, token_losses
+from dejavu.sparsity.losses import block_mean, mean_rise, token_losses
 from dejavu.sparsity.measurement import Contextuality, Measurement, MeasureOptions
 from dejavu.sparsity.model_view import Cache, ModelView
 from dejavu.sparsity.policy import Selector
@@ -165,8 +165,7 @@ class _Experiment:
             if arm.rule != "static":
                 continue
             true = by_arm[replace(arm, rule="true")]
-            pairs = zip(tally.losses, true.losses, strict=True)
-            nats = block_mean([static - own for static, own in pairs], counts)
+            nats = mean_rise(tally.losses, true.losses, counts)
             assert arm.budget is not None
             assert arm.target is not None
             found.append(Contextuality(arm.parts, arm.budget, arm.target, nats.value, nats.error))
