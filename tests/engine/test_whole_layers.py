@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from dejavu.engine.backend import whole_choices
 from dejavu.engine.engine import Engine
 from dejavu.engine.graph_step import GraphStep, Replay
 from dejavu.engine.params import SamplingParams
@@ -118,6 +121,42 @@ def plan(model: DecoderLM, shifts: dict[int, float], distance: float = 0.0) -> P
         reach = distance if layer else 0.0
         choices[Site.NEURONS, layer] = Choice(Predictor(first, second, bias), reach)
     return PlanSelector(c.num_hidden_layers, c.intermediate_size, choices, model.device)
+
+
+class Table:
+    """Costs of which the whole is less than that of the half chosen; notes what is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def mlp(self, *shape: int, gated: bool) -> Line:
+        self.asked.append((*shape, gated))
+        return Line(2.0)
+
+    def heads(self, rows: int, size: int) -> Line:
+        self.asked.append((rows, size))
+        return Line(2.0)
+
+
+@pytest.mark.parametrize(("model_type", "gated"), [("opt", False), ("llama", True)])
+def test_costs_are_those_of_the_models_own_matrices(
+    model_type: str, gated: bool, tiny: Callable[..., Tiny]
+) -> None:
+    model = load_model(tiny(model_type).path).model
+    c, selector, table = model.config, plan(model, {1: 0.0}), Table()
+    ops = cast(Ops, SimpleNamespace(costs=table))
+    neurons, heads = whole_choices(model, selector, ops)
+    assert neurons is not None
+    assert heads is not None
+    everything = [c.intermediate_size] * c.num_hidden_layers
+    assert noted(neurons, 2, everything, 4) == {1}, "no other layer has a predictor"
+    assert noted(heads, 4, [c.num_key_value_heads] * c.num_hidden_layers, 4) == Layers()
+    q = c.num_attention_heads * c.head_dim * c.hidden_size
+    assert table.asked == [
+        (2, c.intermediate_size, c.hidden_size, 4, gated), (4, 2 * q * 4)
+    ]  # fmt: skip
+    assert whole_choices(model, Dense(), ops) == (None, None)
+    assert whole_choices(model, selector, TorchOps()) == (None, None)
 
 
 class Turned(MeteredSelector):

@@ -172,7 +172,7 @@ def decode_step(
             max_length=max_length,
             vocab_size=vocab_size,
         )
-    neurons, heads = _whole(model, selector, ops) if whole_layers else (None, None)
+    neurons, heads = whole_choices(model, selector, ops) if whole_layers else (None, None)
     return GraphStep(
         model,
         cache,
@@ -187,7 +187,7 @@ def decode_step(
     )
 
 
-def _whole(
+def whole_choices(
     model: DecoderLM, selector: Selector, ops: Ops
 ) -> tuple[WholeLayers | None, WholeLayers | None]:
     """What chooses layers to compute whole: by the costs of MLPs, and by those of reading query and

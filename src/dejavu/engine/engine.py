@@ -133,10 +133,12 @@ class Engine:
 
         selectors = {DEFAULT_ARM: Dense() if selector is None else selector, **(arms or {})}
         self.arms = {name: arm(name, chosen) for name, chosen in selectors.items()}
+        if prompt_ops is None and ops is not None:
+            prompt_ops = TorchOps()  # ops of the caller's own may know single tokens only
         self._prompts = prompt_reader(
             model,
             self._cache,
-            TorchOps() if prompt_ops is None and ops is not None else prompt_ops,
+            prompt_ops,
             threads=threads,
             max_length=capacity.length,
             vocab_size=self.vocab_size,

@@ -71,7 +71,9 @@ class WholeLayers:
     def note(self, rows: int, listed: NDArray[np.integer], whole: Layers) -> None:
         """A step of a bucket, with some layers whole, listed so many entries in each; what it says
         of whole layers does not count, nor does a step that began before the latest choice."""
-        bucket = self._buckets.setdefault(rows, _Bucket(self._cost(rows)))
+        bucket = self._buckets.get(rows)
+        if bucket is None:  # not setdefault, which would look up the cost at every step
+            bucket = self._buckets[rows] = _Bucket(self._cost(rows))
         if whole != bucket.chosen:
             return
         shares = listed / self._entries
