@@ -37,6 +37,8 @@ def test_none_means_the_default() -> None:
         ("min_p", 1.5),
         ("repetition_penalty", 0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 101),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("frequency_penalty", math.nan),

@@ -9,7 +9,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from dejavu.engine.params import SamplingParams
+from dejavu.engine.params import REPETITION_PENALTIES, SamplingParams
 from dejavu.engine.sampling import Sampler, _draw, probabilities
 
 VOCAB = 400
@@ -164,3 +164,13 @@ def test_seed_reproduces_and_only_a_seed() -> None:
     assert run(7) != run(8)
     assert run(-7) != run(8)
     assert run(None) != run(None)
+
+
+@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
+def test_no_allowed_penalty_leaves_the_finite(penalty: float) -> None:
+    logits = np.linspace(-1e4, 1e4, VOCAB, dtype=np.float32)
+    for temperature in (0.0, 2e-4, 2.0):
+        params = SamplingParams(temperature=temperature, repetition_penalty=penalty, seed=0)
+        sampler = Sampler(params, list(range(VOCAB)), VOCAB)
+        with np.errstate(all="raise", under="ignore"):
+            assert 0 <= sampler.sample(logits) < VOCAB

@@ -13,6 +13,8 @@ from dejavu.errors import InputError
 # At or below this the answer is greedy: logits of the order 1e3 carry an fp32 rounding error of the
 # same size, so a smaller temperature would only make a lottery of that error.
 GREEDY_TEMPERATURE = 1e-4
+# Beyond these a logit of the order 1e3 soon has no room left in fp32: 5e-324 made it infinite.
+REPETITION_PENALTIES = 0.01, 100.0
 _MOST_TOP = 20  # alternatives of a token, as in OpenAI's API
 
 
@@ -29,7 +31,7 @@ class SamplingParams:
     top_p: only among the likeliest that together reach this probability; 1: all.
     min_p: only tokens with at least this share of the likeliest one's probability; 0: all.
     repetition_penalty: for every token of the prompt or the answer, a positive logit is divided by
-        it, a negative one multiplied; 1: off.
+        it, a negative one multiplied; 0.01 to 100, 1: off.
     presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once
         and once for each occurrence; the prompt does not count.
     logit_bias: token id -> number added to its logit, -100 to 100 (ids may be strings, as in JSON).
@@ -72,9 +74,7 @@ class SamplingParams:
         self._set("top_k", max(0, _integer("top_k", self.top_k, at_least=-1)))
         self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if penalty == 0.0:
-            raise InputError("repetition_penalty must be above 0 (1 turns it off), not 0")
+        penalty = _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         self._set("repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, _number(name, getattr(self, name), -2.0, 2.0))

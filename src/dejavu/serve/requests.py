@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dejavu.engine.codec import Message
-from dejavu.engine.params import SamplingParams
+from dejavu.engine.params import REPETITION_PENALTIES, SamplingParams
 from dejavu.serve import fields
 from dejavu.serve.errors import ApiError
 
@@ -50,7 +50,9 @@ class Sampling(BaseModel):
 
     top_k: int | None = Field(None, ge=-1, description="Not OpenAI's.")
     min_p: Number | None = Field(None, ge=0, le=1, description="Not OpenAI's.")
-    repetition_penalty: Number | None = Field(None, gt=0, description="Not OpenAI's.")
+    repetition_penalty: Number | None = Field(
+        None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1], description="Not OpenAI's."
+    )
     stop_token_ids: list[TokenId] | None = Field(None, description="Not OpenAI's.")
     ignore_eos: bool | None = Field(None, description="Not OpenAI's.")
     sparsity: str | None = Field(
