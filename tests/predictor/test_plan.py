@@ -19,7 +19,7 @@ from dejavu.kernels.reference import TorchOps
 from dejavu.load import LoadedModel
 from dejavu.predictor import plan as plan_module
 from dejavu.predictor.network import Predictor
-from dejavu.predictor.plan import LayerPolicy, Level, Plan, Source, load_plan
+from dejavu.predictor.plan import LayerPolicy, Level, Plan, Source, default_level, load_plan
 from dejavu.sparsity.policy import Dense, Selector
 
 from . import tiny
@@ -269,3 +269,12 @@ def test_int8_predictors_of_either_version_are_read(
     for level in ("balanced", "fast"):
         found, expected = (logits(loaded, p.selector(loaded, level)) for p in (old, plan))
         assert (found - expected).abs().max() <= (expected - dense).abs().max() + 1e-5
+
+
+def test_the_default_level_is_told_without_the_predictors(copy: Path) -> None:
+    expected = load_plan(copy).default_level
+    (copy / "predictors.safetensors").unlink()
+    assert default_level(copy) == expected
+    edit(copy, lambda content: content.update(format_version=99))
+    with pytest.raises(PlanError, match="format_version is 99"):
+        default_level(copy)
