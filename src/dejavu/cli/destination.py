@@ -24,8 +24,8 @@ def file(option: typer.CallbackParam, path: Path | None) -> Path | None:
     with _checking(option, path) as target:
         if target.is_dir():
             raise InputError("that is a folder; give the name of a file in it")
-        if is_device(target):
-            _check(target)
+        if is_device(path):  # by its own name: behind /dev/stdout may lie a pipe, which has none
+            _check(path)
         else:
             _check_parent(target)
     return path
