@@ -98,7 +98,7 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if problem.get("type") == "json_invalid":
         return ApiError(f"the body is not JSON: {problem.get('ctx', {}).get('error', '')}")
     param = where[0] if where else None
-    if param in _FORMS and (len(where) > 1 or problem.get("type") != "missing"):
+    if param in _FORMS and len(where) > 1:  # of one of its forms, where it may have several
         return ApiError(f"{param} must be {_FORMS[param]}", param=param)
     name = ".".join(where) or "body"
     return ApiError(f"{name}: {problem.get('msg', 'is wrong')}", param=param)
