@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,7 +176,8 @@ def _device_memory(devices: Iterable[torch.device]) -> Iterable[Metric]:
         if device.type == "cuda":
             memory.add_metric([str(device), "held"], torch.cuda.memory_reserved(device))
             memory.add_metric([str(device), "used"], torch.cuda.memory_allocated(device))
-            memory.add_metric([str(device), "free"], torch.cuda.mem_get_info(device)[0])
+            with suppress(RuntimeError):  # the GPU may have failed
+                memory.add_metric([str(device), "free"], torch.cuda.mem_get_info(device)[0])
     if memory.samples:
         yield memory
 
