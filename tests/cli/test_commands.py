@@ -179,9 +179,17 @@ def test_eval_reads_a_plan_once_and_names_its_level(
     assert read == ["relu-30m"] * 2
 
 
-@pytest.mark.parametrize(("asked", "level"), [((), "careful"), (("--max-loss", "2%"), "balanced")])
+@pytest.mark.parametrize(
+    ("asked", "level", "fast"),
+    [
+        ((), "careful", 0.03),
+        (("--max-loss", "2%"), "balanced", 0.03),
+        (("--max-loss", "5%"), "balanced", 0.05),
+        (("--max-loss", "5%", "--fast-loss", "8%"), "balanced", 0.08),
+    ],
+)
 def test_prepare_makes_the_level_asked_for_the_default(
-    asked: tuple[str, ...], level: str, monkeypatch: pytest.MonkeyPatch
+    asked: tuple[str, ...], level: str, fast: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dejavu.predictor import prepare
 
@@ -193,7 +201,7 @@ def test_prepare_makes_the_level_asked_for_the_default(
 
     monkeypatch.setattr(prepare, "prepare", stopped)
     run("prepare", "relu-30m", "--out", "plan", *asked)
-    assert [options.default_level for options in seen] == [level]
+    assert [(options.default_level, options.fast_loss) for options in seen] == [(level, fast)]
 
 
 def test_eval_with_a_policy(tmp_path: Path) -> None:
@@ -296,7 +304,10 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "at most --prompt-tok",
         ),
         (("prepare", "relu-30m", "--out", "plan", "--max-loss", "200"), "'200' is 20000%"),
-        (("prepare", "relu-30m", "--out", "plan", "--max-loss", "5%"), "larger --fast-loss"),
+        (
+            ("prepare", "relu-30m", "--out", "plan", "--max-loss", "5%", "--fast-loss", "3%"),
+            "larger --fast-loss",
+        ),
         (("prepare", "relu-30m", "--out", "plan", "--ranks", "a,b"), "whole numbers like 8,16"),
         (("prepare", "relu-30m", "--out", "plan", "--predictor", "x"), "'x'"),
         (("bench",), "--shape"),

@@ -21,7 +21,8 @@ class Group(TyperGroup):
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = () if command is None else command.params
             said = as_typed(str(error), [flag for o in options for flag in o.opts])
-            raise type(error)(said) from error
+            error.args = (said,)
+            raise
 
 
 def as_typed(message: str, flags: Iterable[str]) -> str:

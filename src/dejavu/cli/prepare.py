@@ -22,8 +22,12 @@ def prepare(
         ),
     ] = None,
     fast_loss: Annotated[
-        str, typer.Option("--fast-loss", help="Perplexity that the level fast may cost.")
-    ] = "3%",
+        str | None,
+        typer.Option(
+            "--fast-loss",
+            help="Perplexity that the level fast may cost; default: 3%, or --max-loss if larger.",
+        ),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Tokens to train predictors on, at most.")
     ] = None,
@@ -67,16 +71,22 @@ def prepare(
     from dejavu.predictor.prepare import prepare as run
     from dejavu.weights.tokenizer import load_tokenizer
 
-    balanced = "1%" if max_loss is None else max_loss
-    if share("--fast-loss", fast_loss) < share("--max-loss", balanced):
+    typed = "1%" if max_loss is None else max_loss
+    balanced = share("--max-loss", typed)
+    fast = (
+        max(PrepareOptions.fast_loss, balanced)
+        if fast_loss is None
+        else share("--fast-loss", fast_loss)
+    )
+    if fast < balanced:
         raise InputError(
-            f"--fast-loss {fast_loss} is below --max-loss {balanced}: the level fast may lose more "
+            f"--fast-loss {fast_loss} is below --max-loss {typed}: the level fast may lose more "
             "than balanced; give a larger --fast-loss"
         )
     asked = PrepareOptions(
-        max_loss=share("--max-loss", balanced),
+        max_loss=balanced,
         default_level=CAREFUL if max_loss is None else BALANCED,
-        fast_loss=share("--fast-loss", fast_loss),
+        fast_loss=fast,
         ranks=None if ranks is None else whole_numbers("--ranks", ranks),
         heads=heads,
         kind=predictor,
