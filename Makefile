@@ -19,9 +19,9 @@ SMOLLM2_PLAN ?=
 demo: $(STAMP)
 	$(BIN)/dejavu demo
 
-# Tests with servers, clocks or limits of their own have the machine to themselves; of the others, as
+# Tests with servers, clocks or whole commands have the machine to themselves; of the others, as
 # many files at a time as there are cores, one thread each. One process took 13 minutes on two cores.
-ALONE := tests/bench tests/cli tests/flash tests/serve
+ALONE := tests/bench tests/cli tests/serve
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile \
 		$(ALONE:%=--ignore=%)
