@@ -26,12 +26,12 @@ from dejavu.errors import DejavuError, InputError
 from dejavu.load import LoadedModel, load_model
 from dejavu.serve.batch import run_batch
 from dejavu.serve.mailbox import Mailbox
-from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import DENSE, ServedModel, serve_models
 from dejavu.serve.settings import Settings, settings
 from dejavu.serve.worker import Event, Job, Worker
 
 from .process import Server, until
+from .scene import run
 
 pytestmark = [
     pytest.mark.cuda,
@@ -247,20 +247,6 @@ async def chunks(wanted: list[Job]) -> dict[int, list[Chunk] | DejavuError]:
             if event.completion is not None:
                 ended[index] = parts[index]
     return ended
-
-
-def run(served: ServedModel, scene: Callable[[Worker], Any]) -> Any:
-    """A scene beside a worker in its thread, the model having been loaded in this one."""
-
-    async def inside() -> Any:
-        worker = Worker([served], Metrics([served]), max_queue=100)
-        worker.start(asyncio.get_running_loop())
-        try:
-            return await scene(worker)
-        finally:
-            worker.stop()
-
-    return asyncio.run(inside())
 
 
 def text(found: list[Chunk] | DejavuError) -> str:

@@ -14,11 +14,12 @@ from dejavu.engine.params import SamplingParams
 from dejavu.errors import DejavuError
 from dejavu.serve.errors import ApiError
 from dejavu.serve.mailbox import Mailbox
-from dejavu.serve.metrics import Metrics
 from dejavu.serve.models import DENSE, ServedModel
 from dejavu.serve.worker import Event, Job, Worker
 from dejavu.sparsity.policy import Dense
 from engine.stub import ScriptedLM, loaded, scripted
+
+from .scene import run
 
 
 class Letters:
@@ -57,20 +58,6 @@ async def outcome(wanted: list[Job]) -> dict[int, str | DejavuError]:
             else:
                 ended[index] = event
     return ended
-
-
-def run(served: ServedModel | list[ServedModel], scene: Any) -> Any:
-    models = served if isinstance(served, list) else [served]
-
-    async def inside() -> Any:
-        worker = Worker(models, Metrics(models), max_queue=100)
-        worker.start(asyncio.get_running_loop())
-        try:
-            return await scene(worker)
-        finally:
-            worker.stop()
-
-    return asyncio.run(inside())
 
 
 def test_logits_that_are_not_finite_end_one_answer_alone() -> None:
